@@ -137,6 +137,8 @@ BENCHES = (
     train("gate", 30, "--batch 2 --intervals 10 --rounds 2", "pull;push;device"),
     train("opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
           "DCP+thread;DCP+process"),
+    # What holds the CPU that is a step ahead: no loss is read.
+    train("calls", 30, "--intervals 1,5,10 --steps 12 --rounds 1 --look-every 1000", "pull;device"),
     train(
         "rivals", 70, "--intervals 10 --steps 20 --rounds 1",
         "CheckFreq;torchsnapshot+async;DCP+thread;DCP+process;torch.save",

@@ -7,7 +7,7 @@
     handles    2,000 allocations of 20 MiB and one of 60 GiB, shared both ways: milliseconds
     death      bytes and memory of a process after SIGKILL, idle, copied from, with kernels running
     latency    a copy of 4 bytes beside copies of 16 MiB, by the number of these under way
-    queue      1,200 device copies, and a kernel's first launch, behind a stream that is held
+    queue      1,200 device copies, batches of them, a kernel's first launch, behind a held stream
     page       from a stream's write to another process's CPU, and back
     overlap    kernels beside copies, by another process (pull) and by their own (push)
     mps        sharing with a client of the MPS server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import statistics
@@ -30,7 +31,7 @@ from bench.gpu.probe_memory import (
     open_plain,
     step,
 )
-from tests.standin.behaviours import IpcHandle, NotHereError
+from tests.standin.behaviours import IpcHandle, NotHereError, batch_code, scattered
 
 #: burn: `rounds` times eight multiply-adds a thread. sweep: adds 1 to every 32-bit word.
 KERNELS = b"""\
@@ -149,7 +150,7 @@ def latency(say: Say, small: bool) -> None:
 def queue(say: Say, small: bool) -> None:
     """Device copies enqueued behind a held stream, one by one: which call blocks, for how long, and
     whether another thread's call waits with it. A kernel's first launch meanwhile. The same copies
-    on a second stream when the driver has one queue for all streams."""
+    on a second stream when the driver has one queue for all streams. Then batches of copies."""
     narrow = Peer(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     begin()
     cuda = HERE.cuda
@@ -196,6 +197,41 @@ def queue(say: Say, small: bool) -> None:
         say("first_launch_while_held_ms", held.during(stream, lambda: Kernel(cuda, b"burn", 1)()))
     with step(say, "one_queue"):
         say("one_queue_copy_while_held_ms", narrow(copy_beside_held))
+    with step(say, "batches"):
+        batches(say, held, stream, small)
+
+
+def batches(say: Say, held: Held, stream: int, small: bool) -> None:
+    """Milliseconds of a call that enqueues a batch of device copies behind a held stream, by the
+    number of copies; and until 1,168 tensors are copied, with one call and with a call each."""
+    cuda, most, length = HERE.cuda, 1168, 4096 if small else 1820 * 1024
+    source, target = cuda.memory(most * length), cuda.memory(most * length)
+
+    def batch(*counts: int) -> None:
+        for count in counts:
+            code = batch_code(cuda, stream, scattered(source, target, count, length))
+            if code:
+                raise RefusedError("cuMemcpyBatchAsync", cuda.name(code))
+
+    def one_by_one() -> None:
+        for copy in scattered(source, target, most, length):
+            cuda("cuMemcpyDtoDAsync_v2", *copy, stream)
+
+    def until_copied(enqueue: Callable[[], None]) -> dict[str, float]:
+        found = []
+        for _ in range(3 if small else 20):
+            start_s = time.perf_counter()
+            enqueue()
+            cuda.wait(stream)
+            found.append((time.perf_counter() - start_s) * 1e3)
+        return spread(found)
+
+    for count in (64, 512, 1024, most):
+        say(f"batch_of_{count}_ms", held.during(stream, functools.partial(batch, count)))
+    say("two_batches_ms", held.during(stream, lambda: batch(1024, most - 1024)))
+    say("copied_by_one_call_ms", until_copied(lambda: batch(most)))
+    say("copied_one_by_one_ms", until_copied(one_by_one))
+    say("copied_gb", most * length / 1e9)
 
 
 def copy_beside_held() -> float:

@@ -13,7 +13,7 @@ from pccheck import DeviceError
 from tests.support import fakegpu
 from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part, expected, raw
-from tests.support.standin import ON_DEVICE, TO_DEVICE, TO_HOST
+from tests.support.standin import ALWAYS, ON_DEVICE, TO_DEVICE, TO_HOST
 from tests.support.trainer import RemoteError
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
@@ -352,8 +352,9 @@ def undo_forward(trainer: Any) -> None:
 
 def test_copies_on_the_device_fail(node: Node) -> None:
     trainer = node.ready(snapshot="device")
-    trainer.faults.fail_copy(1, 1, kinds=ON_DEVICE, behind=False)
+    trainer.faults.fail_copy(ALWAYS, 1, kinds=ON_DEVICE, behind=False)
     assert ended(trainer, trainer.checkpoint()) == "failed"
+    trainer.faults.set(copy_fail_at=0)
     goes_on(trainer, tries=1)
 
 

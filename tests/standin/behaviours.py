@@ -73,6 +73,12 @@ class Access(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("where", "device", "flags"))
 
 
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; the source is read in the order of the stream by default."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
 class Driver:
     """The driver in this process. `cuda.code("cuInit", 0)` returns the result code, and
     `cuda("cuInit", 0)` raises it; `out(...)` returns the value of a first parameter that is an
@@ -653,6 +659,63 @@ def a_full_stream_blocks_who_enqueues(world: World) -> None:
 def _enqueue(cuda: Driver, address: int, on: int, count: int) -> None:
     for _ in range(count):
         cuda("cuMemcpyDtoDAsync_v2", address + MIB, address, 256, on)
+
+
+def batch_code(cuda: Driver, on: int | None, copies: list[tuple[int, int, int]]) -> int:
+    """Enqueues (to, from, length) copies with one call; its code."""
+    columns = [(ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)]
+    attributes, first, failed = CopyAttributes(order=1), ctypes.c_size_t(), ctypes.c_size_t()
+    return cuda.code("cuMemcpyBatchAsync", *columns, len(copies), ctypes.byref(attributes),
+                     ctypes.byref(first), 1, ctypes.byref(failed), on)  # fmt: skip
+
+
+def scattered(source: int, target: int, count: int, length: int) -> list[tuple[int, int, int]]:
+    return [(target + at * length, source + at * length, length) for at in range(count)]
+
+
+def a_batch_is_copied_in_its_streams_order(world: World) -> None:
+    """A batch moves every byte of its copies, after what came before it in its stream."""
+    word = world.word()
+    on, first, second = world.owner(held, word), world.owner(allocate, 5), world.owner(allocate, 9)
+    whole = 1000 * PAGE
+    copies = [(second + whole, first + whole, SIZE - whole), *scattered(first, second, 1000, PAGE)]
+    assert world.owner(batch_code, on, copies) == SUCCESS
+    assert world.owner(first_byte, second) == pattern(9, 1)[0], "it came too early"
+    world.store(word, 1)
+    assert world.owner(code, "cuStreamSynchronize", on) == SUCCESS
+    wrong = world.owner(check, second, 5)
+    world.owner(free, first, second)
+    assert not wrong, wrong
+
+
+def a_batch_needs_a_stream(world: World) -> None:
+    """A batch on the default stream is refused with 1, and not made."""
+    first, second = world.owner(allocate, 5), world.owner(allocate, 9)
+    copies = scattered(first, second, 4, PAGE)
+    found = [world.owner(batch_code, on, copies) for on in (None, 1)]
+    wrong = world.owner(check, second, 9)
+    world.owner(free, first, second)
+    assert found == [INVALID_VALUE] * 2, found
+    assert not wrong, wrong
+
+
+def a_stream_takes_large_batches(world: World) -> None:
+    """A waiting stream takes four batches of 1,024 copies; who enqueues them does not wait."""
+    word, memory = world.word(), world.owner(allocate, 1)
+    on = world.owner(held, word)
+    copies = scattered(memory, memory + 2 * MIB, 1024, 2048)
+    codes, waited = [], False
+    for _ in range(4):
+        world.owner.start(batch_code, on, copies)
+        waited = waited or not world.owner.answers(5.0)
+        if waited:
+            world.store(word, 1)
+        codes.append(world.owner.answer())
+    world.store(word, 1)
+    assert world.owner(code, "cuStreamSynchronize", on) == SUCCESS
+    world.owner(free, memory)
+    assert codes == [SUCCESS] * 4, codes
+    assert not waited, "who enqueues them waits"
 
 
 # -- beliefs: memory -----------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 /* Copies, fills and host functions: checked and enqueued. */
+#include <stdlib.h>
+
 #include "standin.h"
 
 /* Enters and resolves the stream. */
@@ -39,19 +41,27 @@ static CUresult host_side(const void *host, size_t length, const struct CUstream
     return CUDA_SUCCESS;
 }
 
-static CUresult enqueue_copy(struct CUstream_st *stream, struct operation operation, bool wait)
+/* The fault that a test asks for: the call's, or one that the operation ends with. */
+static CUresult take_fault(struct CUstream_st *stream, struct operation *operation)
 {
     bool async;
-    const CUresult fault = control_copy_fault(operation.copy_kind, &async);
+    const CUresult fault = control_copy_fault(operation->copy_kind, &async);
+    operation->kind = DO_COPY;
+    operation->code = async ? fault : CUDA_SUCCESS;
+    if (!fault || async)
+        return CUDA_SUCCESS;
+    if (code_is_sticky(fault))
+        atomic_store(&stream->context->lost, fault);
+    (void)pthread_cond_broadcast(&standin.moved);
+    return fault;
+}
+
+static CUresult enqueue_copy(struct CUstream_st *stream, struct operation operation, bool wait)
+{
+    const CUresult fault = take_fault(stream, &operation);
     const bool pageable = !operation.from || !operation.to;
-    operation.kind = DO_COPY;
-    if (fault && !async) {
-        if (code_is_sticky(fault))
-            atomic_store(&stream->context->lost, fault);
-        (void)pthread_cond_broadcast(&standin.moved);
+    if (fault)
         return fault;
-    }
-    operation.code = fault;
     if (pageable && !wait)
         count(&standin.control->pageable_copies, 1);
     return stream_enqueue(stream, operation, wait || pageable);
@@ -112,20 +122,87 @@ EXPORTED CUresult cuMemcpyHtoD_v2(CUdeviceptr device, const void *host, size_t l
     return to_device(device, host, length, NULL, true);
 }
 
+static CUresult on_device(CUdeviceptr to, CUdeviceptr from, size_t length, struct operation *out)
+{
+    *out = (struct operation){.length = length, .copy_kind = STANDIN_ON_DEVICE};
+    out->from = memory_find(from, length);
+    out->to = memory_to_write(to, length);
+    if (!out->from || !out->to)
+        return CUDA_ERROR_INVALID_VALUE;
+    out->source = bytes_of(out->from, from);
+    out->target = bytes_of(out->to, to);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t length, CUstream handle)
 {
     struct CUstream_st *stream;
-    struct operation operation = {.length = length, .copy_kind = STANDIN_ON_DEVICE};
+    struct operation operation;
     CUresult result = enter_stream(handle, 0, &stream);
     if (result != CUDA_SUCCESS || !length)
         return result == CUDA_SUCCESS ? standin_leave(result) : result;
-    operation.from = memory_find(from, length);
-    operation.to = memory_to_write(to, length);
-    if (!operation.from || !operation.to)
+    result = on_device(to, from, length, &operation);
+    return standin_leave(result == CUDA_SUCCESS ? enqueue_copy(stream, operation, false) : result);
+}
+
+/* Each copy has one set of attributes: set k is that of the copies from firsts[k] on. */
+static bool attributes_fit(const CUmemcpyAttributes *attributes, const size_t *firsts,
+                           size_t attribute_count, size_t count)
+{
+    if (!attributes || !firsts || !attribute_count || attribute_count > count || firsts[0])
+        return false;
+    for (size_t k = 0; k < attribute_count; k++)
+        if (attributes[k].srcAccessOrder < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM ||
+            attributes[k].srcAccessOrder > CU_MEMCPY_SRC_ACCESS_ORDER_ANY ||
+            attributes[k].flags > CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE ||
+            (k && firsts[k] <= firsts[k - 1]) || firsts[k] >= count)
+            return false;
+    return true;
+}
+
+/* Copies before the one that is refused are enqueued. Nobody promises that, nor the opposite. */
+static CUresult enqueue_batch(struct CUstream_st *stream, const CUdeviceptr *to,
+                              const CUdeviceptr *from, const size_t *lengths, size_t count,
+                              size_t *failed)
+{
+    struct operation batch = {.kind = DO_BATCH, .parts = calloc(count, sizeof(*batch.parts))};
+    CUresult result = batch.parts ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY, queued = CUDA_SUCCESS;
+    while (result == CUDA_SUCCESS && batch.part_count < count) {
+        struct operation *part = &batch.parts[batch.part_count];
+        const size_t i = batch.part_count;
+        result =
+            lengths[i] ? on_device(to[i], from[i], lengths[i], part) : CUDA_ERROR_INVALID_VALUE;
+        if (result == CUDA_SUCCESS)
+            result = take_fault(stream, part);
+        if (result == CUDA_SUCCESS)
+            batch.part_count++;
+        else if (failed)
+            *failed = i;
+    }
+    if (batch.part_count)
+        queued = stream_enqueue(stream, batch, false);
+    if (!batch.part_count || queued != CUDA_SUCCESS)
+        free(batch.parts);
+    return result == CUDA_SUCCESS ? queued : result;
+}
+
+CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *lengths, size_t count,
+                            CUmemcpyAttributes *attributes, size_t *firsts, size_t attribute_count,
+                            size_t *failed, CUstream handle)
+{
+    struct CUstream_st *stream;
+    CUresult result = enter_stream(handle, 0, &stream);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (failed)
+        *failed = SIZE_MAX;
+    if (stream->null_stream || !to || !from || !lengths ||
+        !attributes_fit(attributes, firsts, attribute_count, count))
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
-    operation.source = bytes_of(operation.from, from);
-    operation.target = bytes_of(operation.to, to);
-    return standin_leave(enqueue_copy(stream, operation, false));
+    result = (CUresult)peek(&standin.control->batch_fail_code);
+    if (result == CUDA_SUCCESS)
+        result = enqueue_batch(stream, to, from, lengths, count, failed);
+    return standin_leave(result);
 }
 
 static CUresult fill(CUdeviceptr device, uint64_t value, size_t length, unsigned width,

@@ -13,7 +13,8 @@
 /* Signatures come from the table that the product calls through: no difference can hide. */
 #define STANDIN_PROTOTYPE(name, symbol, parameters) EXPORTED CUresult symbol parameters;
 PCC_CUDA_CALLS(STANDIN_PROTOTYPE)
-PCC_CUDA_OPTIONAL_CALLS(STANDIN_PROTOTYPE)
+PCC_CUDA_PIECE_CALLS(STANDIN_PROTOTYPE)
+PCC_CUDA_SINGLE_CALLS(STANDIN_PROTOTYPE)
 
 enum {
     DEVICES_MAX = 16,
@@ -77,6 +78,7 @@ struct CUevent_st {
 
 enum operation_kind {
     DO_COPY,
+    DO_BATCH,
     DO_FILL,
     DO_CALL,
     DO_RECORD,
@@ -99,6 +101,8 @@ struct operation {
     struct record *ended;  /* NULL, or set at the end of the operation */
     void (*function)(void *);
     void *data;
+    struct operation *parts; /* DO_BATCH: copies on the device, in any order */
+    size_t part_count;
     CUresult code; /* the fault that it ends with */
 };
 
@@ -204,6 +208,7 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
 void stream_drain(struct CUctx_st *context); /* all that is enqueued by now */
 void stream_drop_context(struct CUctx_st *context);
 CUresult stream_null(struct CUctx_st *context);
+void operation_uses(struct operation *operation, int change); /* memory: it is not freed then */
 void *worker_main(void *stream);
 void record_release(struct record *record);
 

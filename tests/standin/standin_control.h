@@ -32,6 +32,7 @@ struct standin_control {
     uint64_t copy_us_per_mib; /* so much longer */
     uint64_t copy_hold_kinds; /* copies of these kinds wait until this is 0 again, */
     uint64_t copy_hold_skip;  /* but for so many that may still run */
+    uint64_t batch_fail_code; /* cuMemcpyBatchAsync, each time; 801: not supported */
     uint64_t open_fail_count; /* cuIpcOpenMemHandle, cuMemImportFromShareableHandle */
     uint64_t open_fail_code;
     uint64_t open_us;    /* opening takes so long, also for other threads in its context */
@@ -95,6 +96,7 @@ struct standin_control {
     uint64_t scrambled;             /* copies that read memory of a dead or a freed exporter */
     uint64_t broken_captures;       /* graphs that a forbidden call has spoilt */
     uint64_t inits;                 /* cuInit that has started the driver */
+    uint64_t launches;              /* operations that streams have taken; a batch is one */
     uint64_t held_calls;            /* calls that have come to process_hold_calls */
 };
 
@@ -102,6 +104,8 @@ struct standin_control {
  * compares both with NVIDIA's. */
 enum {
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_MEMCPY_SRC_ACCESS_ORDER_ANY = 3,
+    CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1,
     CU_PROCESS_STATE_RUNNING = 0,
     CU_PROCESS_STATE_LOCKED = 1,
     CU_PROCESS_STATE_CHECKPOINTED = 2,

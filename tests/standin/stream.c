@@ -85,6 +85,17 @@ static void await_room(struct CUstream_st *stream)
     context_unlock(stream->context);
 }
 
+void operation_uses(struct operation *operation, int change)
+{
+    for (size_t i = 0; i <= operation->part_count; i++) {
+        const struct operation *at = i < operation->part_count ? &operation->parts[i] : operation;
+        if (at->from)
+            at->from->busy += (unsigned)change;
+        if (at->to)
+            at->to->busy += (unsigned)change;
+    }
+}
+
 CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, bool wait)
 {
     await_room(stream);
@@ -104,10 +115,8 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
     stream->last = copy;
     stream->queued++;
     checkpoint_note(1, 0);
-    if (copy->from)
-        copy->from->busy++;
-    if (copy->to)
-        copy->to->busy++;
+    operation_uses(copy, 1);
+    count(&standin.control->launches, 1);
     if (copy->record)
         copy->record->references++;
     if (copy->kind == DO_WAIT_EVENT || copy->kind == DO_WAIT_VALUE)

@@ -140,6 +140,17 @@ static CUresult copy(const struct operation *operation, const struct CUctx_st *c
     return standin.dead == DEAD_ERROR ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
 }
 
+/* CUDA promises no order: the last one comes first. */
+static CUresult batch(const struct operation *operation, const struct CUctx_st *context)
+{
+    CUresult result = CUDA_SUCCESS;
+    for (size_t i = operation->part_count; i-- > 0;) {
+        const CUresult error = copy(&operation->parts[i], context);
+        result = error ? error : result;
+    }
+    return result;
+}
+
 static void fill(const struct operation *operation)
 {
     for (size_t at = 0; at < operation->length; at += operation->width)
@@ -154,6 +165,9 @@ static bool perform(const struct operation *operation, const struct CUctx_st *co
     switch (operation->kind) {
     case DO_COPY:
         *error = copy(operation, context);
+        return true;
+    case DO_BATCH:
+        *error = batch(operation, context);
         return true;
     case DO_FILL:
         fill(operation);
@@ -213,10 +227,7 @@ static void finish(struct CUstream_st *stream, CUresult error)
         operation->ended->error = error;
         record_release(operation->ended);
     }
-    if (operation->from)
-        operation->from->busy--;
-    if (operation->to)
-        operation->to->busy--;
+    operation_uses(operation, -1);
     if (operation->kind == DO_WAIT_EVENT || operation->kind == DO_WAIT_VALUE)
         count(&standin.control->waits, -1);
     if (operation->kind == DO_COPY && operation->copy_kind == STANDIN_TO_DEVICE)
@@ -225,10 +236,13 @@ static void finish(struct CUstream_st *stream, CUresult error)
         count(&standin.control->to_host_queued, -(int64_t)operation->length);
     if (operation->kind == DO_COPY && !error)
         count_copy(operation);
+    for (size_t i = 0; i < operation->part_count && !error; i++)
+        count_copy(&operation->parts[i]);
     record_release(operation->record);
     stream->first = operation->next;
     stream->queued--;
     checkpoint_note(-1, 0);
+    free(operation->parts);
     free(operation);
     (void)pthread_cond_broadcast(&standin.moved);
 }

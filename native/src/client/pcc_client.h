@@ -124,9 +124,9 @@ PCC_MUST_CHECK int pcc_client_staging(struct pcc_client *client, uint32_t device
  * from now on. Without this call each is pinned before its first copy. */
 void pcc_client_pin_for(struct pcc_client *client, uint32_t device, bool later);
 void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging has outgrown */
-/* Enqueues the copies on the trainer's `stream`; with `aside`, on a stream of the client that first
- * waits for `stream`, so that training continues beside them. What was staged before must have been
- * read. */
+/* Enqueues the copies, with few launches, on a stream of the client that first waits for the
+ * trainer's `stream`. Then `stream` waits for the copies; with `aside` it does not, and training
+ * continues beside them. No copy overlaps another. What was staged before must have been read. */
 PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
                                     const struct pcc_device_copy *copies, uint64_t copy_count,
                                     bool aside);

@@ -14,6 +14,8 @@
 #define STAGING_UNIT_BYTES (2ull << 20)
 #define STAGING_BYTES_MAX (1ull << 46)
 #define PROBE_ROOM_BYTES 256u
+/* Copies in one call of the driver. Some drivers crash when there are tens of thousands. */
+#define BATCH_COPIES_MAX 1024u
 /* The words lie at the start of the page; the whole page may be gigabytes. */
 #define WORDS_BYTES pcc_align_up(sizeof(struct pcc_page), 65536)
 
@@ -53,6 +55,16 @@ void pcc_client_gpu_leave(struct pcc_client_entered *entered)
     if (entered->mode >= 0)
         (void)entered->device->gpu.cuda->capture_mode(&entered->mode);
     pcc_gpu_leave(&entered->device->gpu);
+}
+
+struct pcc_allocation pcc_client_allocation(const struct pcc_client_device *device,
+                                            CUdeviceptr address)
+{
+    struct pcc_allocation found = {0};
+
+    if (device->gpu.cuda->address_range(&found.base, &found.length_bytes, address) != CUDA_SUCCESS)
+        found.length_bytes = 0;
+    return found;
 }
 
 static void nap(uint64_t *nap_ns)
@@ -406,25 +418,96 @@ void pcc_client_staging_trim(struct pcc_client *client)
     }
 }
 
-/* With gpu_lock held, within PCC_CLIENT_GPU. */
+struct batch { /* copies on one GPU, for one call of its driver */
+    CUdeviceptr to[BATCH_COPIES_MAX], from[BATCH_COPIES_MAX];
+    size_t lengths[BATCH_COPIES_MAX];
+    size_t count;
+    struct pcc_allocation allocation; /* that a source lies in */
+};
+
+/* Neighbours become one copy, with the few bytes that may lie between them. But no copy may run
+ * across two allocations, even if they are neighbours. */
+static bool batch_extend(struct batch *batch, const struct pcc_client_device *device,
+                         CUdeviceptr to, CUdeviceptr from, size_t length)
+{
+    if (batch->count == 0)
+        return false;
+    const size_t last = batch->count - 1;
+    const uint64_t gap = from - (batch->from[last] + batch->lengths[last]);
+    if (gap >= PCC_EXPOSED_GAP_MAX || to - (batch->to[last] + batch->lengths[last]) != gap)
+        return false;
+    if (!pcc_allocation_has(&batch->allocation, batch->from[last]))
+        batch->allocation = pcc_client_allocation(device, batch->from[last]);
+    if (!pcc_allocation_has(&batch->allocation, from))
+        return false;
+    batch->lengths[last] += gap + length;
+    return true;
+}
+
+/* Enqueues the copies on `side` with one launch. A launch for each of them would fill the stream's
+ * queue, and the driver makes who enqueues more wait until the stream gets on. That is left when
+ * the driver does not have or refuses the call; copies that it has enqueued nevertheless are made
+ * twice. */
+static CUresult batch_enqueue(const struct pcc_client_device *device, struct batch *batch)
+{
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUmemcpyAttributes attributes = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
+    size_t first = 0, refused;
+    CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+
+    if (batch->count == 0)
+        return CUDA_SUCCESS;
+    if (cuda->copy_batch != NULL)
+        result = cuda->copy_batch(batch->to, batch->from, batch->lengths, batch->count, &attributes,
+                                  &first, 1, &refused, device->side);
+    if (result != CUDA_SUCCESS) {
+        result = CUDA_SUCCESS;
+        for (size_t i = 0; result == CUDA_SUCCESS && i < batch->count; i++)
+            result =
+                cuda->copy_on_device(batch->to[i], batch->from[i], batch->lengths[i], device->side);
+    }
+    batch->count = 0;
+    return result;
+}
+
+static CUresult batch_fill(const struct pcc_client_device *device,
+                           const struct pcc_device_copy *copies, uint64_t copy_count)
+{
+    struct batch batch;
+    CUresult result = CUDA_SUCCESS;
+
+    batch.count = 0;
+    batch.allocation = (struct pcc_allocation){0};
+    for (uint64_t i = 0; result == CUDA_SUCCESS && i < copy_count; i++) {
+        const CUdeviceptr to = device->staging->address + copies[i].staging_offset_bytes;
+        if (copies[i].length_bytes == 0 ||
+            batch_extend(&batch, device, to, copies[i].address, copies[i].length_bytes))
+            continue;
+        if (batch.count == BATCH_COPIES_MAX)
+            result = batch_enqueue(device, &batch);
+        batch.to[batch.count] = to;
+        batch.from[batch.count] = copies[i].address;
+        batch.lengths[batch.count++] = copies[i].length_bytes;
+    }
+    return result == CUDA_SUCCESS ? batch_enqueue(device, &batch) : result;
+}
+
+/* All on `side`: the driver refuses batches on the default stream, on which most trainers run. With
+ * gpu_lock held, within PCC_CLIENT_GPU. */
 static CUresult stage(struct pcc_client_device *device, CUstream stream,
                       const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    CUresult result = CUDA_SUCCESS;
 
-    if (aside) {
-        result = cuda->event_record(device->scratch, stream);
-        if (result == CUDA_SUCCESS)
-            result = cuda->stream_wait_event(device->side, device->scratch, 0);
-        stream = device->side;
-    }
-    for (uint64_t i = 0; result == CUDA_SUCCESS && i < copy_count; i++) {
-        if (copies[i].length_bytes > 0)
-            result = cuda->copy_on_device(device->staging->address + copies[i].staging_offset_bytes,
-                                          copies[i].address, copies[i].length_bytes, stream);
-    }
-    return result;
+    CUresult result = cuda->event_record(device->scratch, stream);
+    if (result == CUDA_SUCCESS)
+        result = cuda->stream_wait_event(device->side, device->scratch, 0);
+    if (result == CUDA_SUCCESS)
+        result = batch_fill(device, copies, copy_count);
+    if (result != CUDA_SUCCESS || aside)
+        return result;
+    result = cuda->event_record(device->scratch, device->side);
+    return result == CUDA_SUCCESS ? cuda->stream_wait_event(stream, device->scratch, 0) : result;
 }
 
 int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,

@@ -179,6 +179,16 @@ struct pcc_client_device {
     uint64_t load_progress_ns;
 };
 
+struct pcc_allocation { /* of a GPU's memory; all zero: none */
+    CUdeviceptr base;
+    size_t length_bytes;
+};
+
+static inline bool pcc_allocation_has(const struct pcc_allocation *allocation, CUdeviceptr address)
+{
+    return address - allocation->base < allocation->length_bytes;
+}
+
 struct pcc_extent { /* of the last exposure: an allocation, or a piece of virtual memory */
     CUdeviceptr base;
     uint64_t length_bytes;
@@ -393,6 +403,9 @@ void pcc_client_gpu_leave(struct pcc_client_entered *entered);
 #define PCC_CLIENT_GPU(gpu, device)                                                                \
     struct pcc_client_entered gpu __attribute__((cleanup(pcc_client_gpu_leave))) =                 \
         pcc_client_gpu_enter(device)
+/* The one that the address lies in, as the driver says. Within PCC_CLIENT_GPU. */
+struct pcc_allocation pcc_client_allocation(const struct pcc_client_device *device,
+                                            CUdeviceptr address);
 /* The result as a code; a lost GPU is broken from now on. */
 int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result);
 /* Waits by asking, so that a GPU that is dead ends in an error and breaks; the client's thread

@@ -9,8 +9,7 @@
 struct plan {
     struct pcc_client *client;
     uint64_t chunk_bytes;
-    CUdeviceptr base; /* the allocation that the last device source lies in, */
-    size_t base_bytes;
+    struct pcc_allocation allocation; /* that the last device source lies in */
     struct pcc_source *sources;
     uint64_t count;
     uint8_t *room;      /* where the next copied bytes go */
@@ -30,18 +29,15 @@ static bool same_allocation(struct plan *plan, const struct pcc_source *last,
 {
     struct pcc_client_device *device = pcc_client_device(plan->client, source->device);
 
-    if (last->range.address - plan->base >= plan->base_bytes) {
-        plan->base_bytes = 0;
+    if (!pcc_allocation_has(&plan->allocation, last->range.address)) {
         if (device == NULL)
             return false;
         PCC_CLIENT_GPU(gpu, device);
         if (gpu.error != 0)
             return false;
-        if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->range.address) !=
-            CUDA_SUCCESS)
-            plan->base_bytes = 0;
+        plan->allocation = pcc_client_allocation(device, last->range.address);
     }
-    return source->range.address - plan->base < plan->base_bytes;
+    return pcc_allocation_has(&plan->allocation, source->range.address);
 }
 
 /* A GPU's copy engine gets pieces as large as possible. But no copy may run across two allocations,

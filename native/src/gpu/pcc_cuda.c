@@ -91,7 +91,11 @@ static void optional_find(void *library)
 #define PCC_CUDA_LOOK(name, symbol, parameters)                                                    \
     if (!symbol_find(library, #symbol, &driver.calls.name))                                        \
         driver.calls.descriptors = false;
-    PCC_CUDA_OPTIONAL_CALLS(PCC_CUDA_LOOK)
+    PCC_CUDA_PIECE_CALLS(PCC_CUDA_LOOK)
+#undef PCC_CUDA_LOOK
+#define PCC_CUDA_LOOK(name, symbol, parameters)                                                    \
+    (void)symbol_find(library, #symbol, &driver.calls.name);
+    PCC_CUDA_SINGLE_CALLS(PCC_CUDA_LOOK)
 #undef PCC_CUDA_LOOK
     driver.missing[0] = '\0';
 }

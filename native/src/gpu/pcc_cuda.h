@@ -41,6 +41,12 @@ typedef struct {
     int flags;
 } CUmemAccessDesc;
 
+typedef struct {
+    int srcAccessOrder;
+    CUmemLocation srcLocHint, dstLocHint; /* of managed memory only */
+    unsigned flags;
+} CUmemcpyAttributes;
+
 enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
@@ -94,6 +100,7 @@ enum {
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1,
 };
 
 /* X(name in this table, symbol in the library, parameters) */
@@ -148,7 +155,7 @@ enum {
 
 /* Virtual memory, in pieces that descriptors share between processes. A driver without one of these
  * calls works without such memory. */
-#define PCC_CUDA_OPTIONAL_CALLS(X)                                                                 \
+#define PCC_CUDA_PIECE_CALLS(X)                                                                    \
     X(piece_retain, cuMemRetainAllocationHandle,                                                   \
       (CUmemGenericAllocationHandle * handle, void *address))                                      \
     X(piece_properties, cuMemGetAllocationPropertiesFromHandle,                                    \
@@ -169,12 +176,22 @@ enum {
     X(access_set, cuMemSetAccess,                                                                  \
       (CUdeviceptr address, size_t length, const CUmemAccessDesc *access, size_t count))
 
+/* A driver may lack each of these by itself (the member is NULL then). Symbols keep the parameters
+ * that they were made with: cuMemcpyBatchAsync has those of CUDA 12.8 in later drivers, too, which
+ * call the one without `failed` cuMemcpyBatchAsync_v2. */
+#define PCC_CUDA_SINGLE_CALLS(X)                                                                   \
+    X(copy_batch, cuMemcpyBatchAsync,                                                              \
+      (CUdeviceptr * to, CUdeviceptr * from, size_t * lengths, size_t count,                       \
+       CUmemcpyAttributes * attributes, size_t * firsts, size_t attribute_count, size_t * failed,  \
+       CUstream stream))
+
 struct pcc_cuda {
 #define PCC_CUDA_MEMBER(name, symbol, parameters) CUresult(*name) parameters;
     PCC_CUDA_CALLS(PCC_CUDA_MEMBER)
-    PCC_CUDA_OPTIONAL_CALLS(PCC_CUDA_MEMBER)
+    PCC_CUDA_PIECE_CALLS(PCC_CUDA_MEMBER)
+    PCC_CUDA_SINGLE_CALLS(PCC_CUDA_MEMBER)
 #undef PCC_CUDA_MEMBER
-    bool descriptors; /* all optional calls are there */
+    bool descriptors; /* all calls for pieces are there */
 };
 
 /* The driver, loaded and initialised at the first call of the process and kept; any thread.

@@ -32,13 +32,14 @@ ENUMS = {
 }
 SIZES = {
     "CUuuid": 16, "CUipcMemHandle": 64, "CUmemLocation": 8, "CUmemAllocationProp": 32,
-    "CUmemAccessDesc": 12, "CUcheckpointLockArgs": 64, "CUcheckpointCheckpointArgs": 64,
-    "CUcheckpointRestoreArgs": 64, "CUcheckpointUnlockArgs": 64,
+    "CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUcheckpointLockArgs": 64,
+    "CUcheckpointCheckpointArgs": 64, "CUcheckpointRestoreArgs": 64, "CUcheckpointUnlockArgs": 64,
 }  # fmt: skip
 PLACES = {
     "CUmemLocation, id": 4, "CUmemAllocationProp, requestedHandleTypes": 4,
     "CUmemAllocationProp, location": 8, "CUmemAllocationProp, allocFlags": 24,
-    "CUmemAccessDesc, flags": 8,
+    "CUmemAccessDesc, flags": 8, "CUmemcpyAttributes, srcLocHint": 4,
+    "CUmemcpyAttributes, flags": 20,
 }  # fmt: skip
 CONSTANTS_MIN = 40  #: the pattern must go on finding them
 VERSIONS = {12: "cuda_runtime", 13: "cu13"}  #: the major version and its folder in the wheel
@@ -92,7 +93,10 @@ def compile_against(theirs: Path, source: str, folder: Path) -> str:
     file = folder / "compare.c"
     file.write_text(source)
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    command = [compiler, "-std=c17", "-D_GNU_SOURCE", "-fsyntax-only", f"-I{theirs.parent}"]
+    # With that macro a name of theirs is the symbol of that name; without it, that of the version
+    # which new programs are to use.
+    command = [compiler, "-std=c17", "-D_GNU_SOURCE", "-D__CUDA_API_VERSION_INTERNAL"]
+    command += ["-fsyntax-only", f"-I{theirs.parent}"]
     return subprocess.run([*command, str(file)], capture_output=True, text=True).stderr
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.standin.behaviours import Driver, IpcHandle
+from tests.standin.behaviours import CopyAttributes, Driver, IpcHandle
 from tests.support import standin
 from tests.support.standinpeer import Peer
 
@@ -312,7 +312,70 @@ def test_ranges_are_checked(start: Callable[..., Peer]) -> None:
     assert (peer.faults.registered_bytes, peer.faults.pageable_copies) == (0, 1)
 
 
+def batch(
+    cuda: Driver,
+    on: int | None,
+    copies: list[tuple[int, int, int]],
+    orders: tuple[int, ...] = (1,),
+    firsts: tuple[int, ...] = (0,),
+    flags: int = 0,
+) -> tuple[int, int]:
+    """(code, the number of the refused copy)"""
+    columns = [(ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)]
+    columns = columns or [(ctypes.c_uint64 * 1)()] * 3
+    attributes = (CopyAttributes * len(orders))(*((order, (0, 0, 0, 0), flags) for order in orders))
+    failed = ctypes.c_size_t()
+    with cuda.on(0):
+        code = cuda.code(
+            "cuMemcpyBatchAsync", *columns, len(copies), attributes,
+            (ctypes.c_size_t * len(firsts))(*firsts), len(orders), ctypes.byref(failed), on,
+        )  # fmt: skip
+    return code, failed.value
+
+
+NONE_OF_THEM = 2**64 - 1
+
+
+def test_batches_are_checked(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, stream = peer(allocate, MIB, 1), peer(value_of, "cuStreamCreate", 1)
+    half = MIB // 2
+    good = [(memory + half, memory, 8), (memory + half + 8, memory + 8, 8)]
+    assert peer(batch, stream, good) == (0, NONE_OF_THEM)
+    assert peer(batch, stream, good, (1, 3), (0, 1), 1) == (0, NONE_OF_THEM)
+    for refused in (
+        (None, good), (1, good), (stream, []), (stream, good, (0,)), (stream, good, (4,)),
+        (stream, good, (1,), (1,)), (stream, good, (1, 1), (0, 0)), (stream, good, (1, 1), (0, 2)),
+        (stream, good, (1, 1, 1), (0, 1, 2)), (stream, good, (1,), (0,), 2),
+    ):  # fmt: skip
+        assert peer(batch, *refused) == (INVALID, NONE_OF_THEM), refused
+    for wrong in (
+        (memory, memory + 8, 0),
+        (memory, memory + MIB, 8),
+        (memory + MIB - 4, memory, 8),
+    ):
+        assert peer(batch, stream, [*good, wrong, *good]) == (INVALID, 2)
+    peer.faults.set(batch_fail_code=801)
+    assert peer(batch, stream, good) == (801, NONE_OF_THEM)
+    assert peer(code_of, "cuStreamSynchronize", stream) == 0
+    assert peer.faults.launches == 1 + 2 + 3  # allocate() fills; copies before a wrong one are made
+    assert peer.faults.copies_on_device == 2 * 5
+
+
 # -- faults on demand
+
+
+def test_a_batch_fails_at_one_of_its_copies(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, stream = peer(allocate, MIB, 1), peer(value_of, "cuStreamCreate", 1)
+    copies = [(memory + MIB // 2 + 8 * at, memory + 8 * at, 8) for at in range(5)]
+    peer.faults.fail_copy(4, 999, kinds=standin.ON_DEVICE, behind=False)
+    assert peer(batch, stream, copies) == (999, 3)
+    assert peer(code_of, "cuStreamSynchronize", stream) == 0
+    assert peer.faults.copies_on_device == 3
+    peer.faults.fail_copy(4, 999, kinds=standin.ON_DEVICE)
+    assert peer(batch, stream, copies) == (0, NONE_OF_THEM)
+    assert peer(code_of, "cuStreamSynchronize", stream) == 999
 
 
 def test_copies_fail_at_the_call_or_behind_it(start: Callable[..., Peer]) -> None:
