@@ -512,9 +512,10 @@ class Client:
     def mark(
         self, snapshot: int, device: int, stream: int, *, pull: bool, aside: bool = False
     ) -> None: ...
-    def hold(self, snapshot: int, device: int, stream: int, deadline_ns: int) -> bool:
-        """The stream waits for the snapshot's copy; False when the deadline passed before that
-        could be enqueued."""
+    def hold(self, snapshot: int, device: int, stream: int | None, deadline_ns: int) -> bool:
+        """The stream waits for the snapshot's copy; None: what is staged from now on waits until
+        the staged snapshot was read. False when the deadline passed before that could be
+        enqueued."""
 
     def reached(self, snapshot: int, /) -> bool:
         """False while a marked stream is still busy with what came before the snapshot."""

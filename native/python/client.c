@@ -419,13 +419,21 @@ static PyObject *client_mark(PyObject *self, PyObject *args, PyObject *kwargs)
     PCC_PY_RETURN_DONE(pcc_client_mark(handle, snapshot, device, stream, pull, aside));
 }
 
+static int stream_or_staging(PyObject *object, void *out)
+{
+    if (object != Py_None)
+        return pcc_py_u64(object, out);
+    *(uint64_t *)out = PCC_STAGING;
+    return 1;
+}
+
 static PyObject *client_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "device", "stream", "deadline_ns", NULL};
     uint64_t snapshot, stream, deadline_ns;
     uint32_t device;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:hold", names, pcc_py_u64, &snapshot,
-                                     ordinal, &device, pcc_py_u64, &stream, pcc_py_u64,
+                                     ordinal, &device, stream_or_staging, &stream, pcc_py_u64,
                                      &deadline_ns))
         return NULL;
     PCC_PY_ENTER();
@@ -433,7 +441,7 @@ static PyObject *client_hold(PyObject *self, PyObject *args, PyObject *kwargs)
     bool ready = false;
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
         uint64_t end_ns = slice_end(deadline_ns);
-        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(handle, snapshot, device, end_ns));
+        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(handle, snapshot, device, stream, end_ns));
         go_on_later(&deadline_ns, end_ns);
         ok = ready || goes_on(self);
     }

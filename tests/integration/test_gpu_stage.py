@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part
 from tests.support.standin import ALWAYS, ON_DEVICE
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's counters")
 #: As many tensors as GPT-2 with Adam, half of them moments side by side. A frozen tensor lies
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's 
 MANY = tuple(Part(200, kind=kind) for _ in range(389) for kind in ("trained", "frozen"))
 TENSORS = 389 * 3
 NOT_SUPPORTED = 801
+SHORT_LIMIT_S = 0.5
+LATE_S = 30.0  #: calls that wait for the GPU end then
 
 
 def behind_a_busy_stream(trainer: Any) -> tuple[int, int, int]:
@@ -53,6 +56,58 @@ def saved(trainer: GpuTrainer, step: int, handle: int | None = None) -> int:
     assert (found["step"], found["wrong"]) == (step, "")
     assert trainer.check(step + 1) == ""
     return launches
+
+
+def two_behind_a_busy_stream(trainer: Any) -> tuple[list[int], bool]:
+    """Two checkpoints, each with a step behind it, while the GPU is busy with what comes before
+    them; and whether the calls have waited for it."""
+    goes_on = threading.Event()
+    trainer.gpu.launch(goes_on.wait)
+    late = threading.Timer(LATE_S, goes_on.set)
+    late.start()
+    handles = []
+    for _ in range(2):
+        handles.append(trainer.checkpoint())
+        trainer.step()
+    waited = goes_on.is_set()
+    late.cancel()
+    goes_on.set()
+    return handles, waited
+
+
+def both_saved(trainer: GpuTrainer, handles: list[int]) -> None:
+    """Of steps 2 and 3; step 4 has come."""
+    for step, handle in zip((2, 3), handles, strict=True):
+        assert trainer.wait_durable(handle) == "durable"
+        found = trainer.recover(step=step)
+        assert (found["step"], found["wrong"]) == (step, "")
+    assert trainer.check(4) == ""
+
+
+@pytest.mark.parametrize("snapshot", ["overlap", "device"])
+def test_no_call_waits_for_staging_memory(start_node: Start, snapshot: str) -> None:
+    trainer = start_node("--slots", "6").ready(snapshot=snapshot)
+    handles, waited = trainer.evaluate(two_behind_a_busy_stream)
+    assert not waited
+    both_saved(trainer, handles)
+
+
+def test_what_was_staged_and_is_not_read_is_given_up(node: Node) -> None:
+    """The next checkpoint waits for that on the GPU, and has its own bytes."""
+    trainer = node.ready(snapshot="device", stall_limit_s=SHORT_LIMIT_S)
+    node.faults.hold_copies()
+    first = trainer.checkpoint()
+    trainer.step()
+    second = trainer.checkpoint()
+    trainer.step()
+    until(lambda: trainer.state(first) == "failed")
+    assert "a GPU stream waited for it" in trainer.reason(first)
+    trainer.synchronize()
+    assert trainer.check(4) == ""
+    node.faults.release_copies()
+    assert trainer.wait_durable(second) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (3, "")
 
 
 def test_many_tensors_take_few_launches(node: Node) -> None:

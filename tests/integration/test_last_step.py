@@ -4,6 +4,8 @@ withdraws. `make last-step-campaign` plays more deaths."""
 from __future__ import annotations
 
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import GpuTrainer
 from tests.support.torchstore import TorchStore
+from tests.support.waiting import until
 
 from .last_step_campaign import GEOMETRY, PARTS, run
 
@@ -141,3 +144,34 @@ def test_the_last_step_of_two_nodes(store: TorchStore) -> None:
         die(group)
         group = ranks(nodes, environment=store.environment("after", 1, 0))
         assert restored(group) == [(4, ""), (4, "")]
+
+
+def test_what_was_staged_is_withdrawn_before_it_is_overwritten() -> None:
+    """With snapshot="device", and a CPU that is ahead of the GPU; then the process dies."""
+    with Node(*GEOMETRY, "--dram", "32MiB", dead="keep") as node:
+        trainer = node.start().ready(PARTS, snapshot="device")
+        handles = trainer.evaluate(three_behind_a_busy_stream)
+        trainer.synchronize()
+        assert [trainer.ended(handle) for handle in handles[:2]] == ["skipped"] * 2
+        trainer.evaluate(handed_over)
+        trainer.kill()
+        found = node.connect(PARTS).recover()
+        assert (found["step"], found["wrong"]) == (5, "")
+
+
+def three_behind_a_busy_stream(trainer: Any) -> list[int]:
+    goes_on = threading.Event()
+    trainer.gpu.launch(goes_on.wait)
+    handles = []
+    for _ in range(3):
+        trainer.step()
+        handles.append(trainer.checkpoint(to="device"))
+    goes_on.set()
+    return handles
+
+
+def handed_over(trainer: Any) -> None:
+    """The daemon has what is not on the device."""
+    save = trainer.handles[-1]._in_flight
+    assert save.native.wait(save.snapshot, "host_read", time.monotonic_ns() + 10**10)
+    until(lambda: trainer.handles[-1].state.name == "COPYING")

@@ -418,6 +418,22 @@ static inline void daemon_close_gpu(struct daemon *d, struct stream *stream)
     stream_close(stream);
 }
 
+/* Requests, marks for the daemon and submits: chunk 0 is the GPU's, behind it a tail. */
+static inline void pull_to(struct daemon *d, uint64_t snapshot, const struct stream *stream,
+                           bool aside, enum pcc_level level)
+{
+    const struct pcc_submission submission = {.request = {.level = level},
+                                              .tail = "tail",
+                                              .tail_bytes = 4,
+                                              .tail_offset_bytes = CHUNK,
+                                              .pulled_bytes = CHUNK,
+                                              .pulled_devices = 1u << stream->gpu};
+
+    CHECK(pcc_client_request(d->client, snapshot) == 0);
+    CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), true, aside) == 0);
+    CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
+}
+
 /* Requests, marks and submits device memory alone, with a tail behind it. */
 static inline void push(struct daemon *d, uint64_t snapshot, const struct stream *stream,
                         CUdeviceptr address, uint64_t length)

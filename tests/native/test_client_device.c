@@ -7,22 +7,6 @@
 
 #include <sys/wait.h>
 
-/* Requests, marks for the daemon and submits: chunk 0 is the GPU's, behind it a tail. */
-static void pull_to(struct daemon *d, uint64_t snapshot, const struct stream *stream, bool aside,
-                    enum pcc_level level)
-{
-    const struct pcc_submission submission = {.request = {.level = level},
-                                              .tail = "tail",
-                                              .tail_bytes = 4,
-                                              .tail_offset_bytes = CHUNK,
-                                              .pulled_bytes = CHUNK,
-                                              .pulled_devices = 1u << stream->gpu};
-
-    CHECK(pcc_client_request(d->client, snapshot) == 0);
-    CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), true, aside) == 0);
-    CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
-}
-
 static void pull(struct daemon *d, uint64_t snapshot, const struct stream *stream, bool aside)
 {
     pull_to(d, snapshot, stream, aside, PCC_LEVEL_DISK);
@@ -154,7 +138,7 @@ static void test_withdrawing(void)
     open_one(&d, &stream);
     pull_to(&d, 1, &stream, false, PCC_LEVEL_DEVICE);
     admit(&d, 1);
-    CHECK(pcc_client_hold_ready(d.client, 1, 0, soon())); /* a look alone withdraws nothing */
+    CHECK(pcc_client_hold_ready(d.client, 1, 0, 0, soon())); /* a look alone withdraws nothing */
     set(&control->write_fail_count, 1);
     CHECK(hold(&d, 1, &stream, soon()) == -PCC_E_DEVICE);
     CHECK_EQUAL(atomic_load(&words(&d, 1, 0)->withdrawn), 0);

@@ -48,7 +48,8 @@ static void test_mixed(void)
     CHECK(pcc_client_submit(d.client, 1, &submission) == 0);
     const uint64_t copies = seen(&control->copies_to_host);
     admit(&d, 1);
-    CHECK(!pcc_client_hold_ready(d.client, 1, 1, pcc_now_ns())); /* few chunks: not enqueued yet */
+    CHECK(
+        !pcc_client_hold_ready(d.client, 1, 1, 0, pcc_now_ns())); /* few chunks: not enqueued yet */
     atomic_store(&streams[0].blocked, false);
     atomic_store(&streams[1].blocked, false);
     collect(&d, payload);
@@ -95,10 +96,10 @@ static void test_gate(void)
     admit(&d, 1);
     UNTIL(seen(&control->held_copies) == 1);
     CHECK(hold(&d, 1, &stream, pcc_now_ns() + SECOND / 50) == -ETIMEDOUT); /* 3 chunks of 5 */
-    CHECK(!pcc_client_hold_ready(d.client, 1, 0, pcc_now_ns()));
+    CHECK(!pcc_client_hold_ready(d.client, 1, 0, 0, pcc_now_ns()));
     CHECK(stream_idle(&stream));
     free_chunks(&d, 3, 2);
-    CHECK(pcc_client_hold_ready(d.client, 1, 0, soon()));
+    CHECK(pcc_client_hold_ready(d.client, 1, 0, 0, soon()));
     CHECK(hold(&d, 1, &stream, soon()) == 0);
     stream_fill(&stream, memory, 0xff, length); /* the update */
     CHECK(!stream_idle(&stream) && !state_of(&d, 1).source_read);
@@ -190,7 +191,7 @@ static void test_abandon(void)
     push(&d, 2, &stream, memory, 2 * CHUNK);
     admit(&d, 2);
     CHECK(hold(&d, 1, &stream, soon()) == 0); /* over: waits for nothing */
-    CHECK(!pcc_client_hold_ready(d.client, 2, 0, pcc_now_ns()));
+    CHECK(!pcc_client_hold_ready(d.client, 2, 0, 0, pcc_now_ns()));
     set(&control->copy_hold_kinds, 0);
     CHECK(pthread_join(thread, NULL) == 0);
     CHECK(state_of(&d, 1).source_read && state_of(&d, 1).error == 0);
@@ -444,7 +445,7 @@ static void test_beside_pull(void)
     collect(&d, 4);
     push(&d, 2, &stream, memory, CHUNK);
     admit(&d, 2);
-    CHECK(!pcc_client_hold_ready(d.client, 2, 0, pcc_now_ns() + SECOND / 50));
+    CHECK(!pcc_client_hold_ready(d.client, 2, 0, 0, pcc_now_ns() + SECOND / 50));
     pulled(&d, 1, 0);
     CHECK(hold(&d, 2, &stream, soon()) == 0);
     collect(&d, CHUNK + 4);

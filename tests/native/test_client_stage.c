@@ -101,20 +101,31 @@ static uint64_t launches(void)
     return seen(&control->launches) - job.launched;
 }
 
-static void staged(uint64_t copies)
+static struct stream side(void)
+{
+    return (struct stream){.handle = job.d.client->devices[0].side};
+}
+
+static void staged_is(void)
 {
     uint8_t *expected = malloc(MEMORY_BYTES);
 
     CHECK(expected != NULL);
     pattern(expected, MEMORY_BYTES, job.seed);
-    const struct stream side = {.handle = job.d.client->devices[0].side};
-    UNTIL(stream_idle(&side));
-    CHECK_EQUAL(seen(&control->copies_on_device), job.copied + copies);
     for (uint64_t i = 0; i < job.count; i++)
         CHECK(memcmp(at(job.staging) + job.copies[i].staging_offset_bytes,
                      expected + (job.copies[i].address - job.memory),
                      job.copies[i].length_bytes) == 0);
     free(expected);
+}
+
+static void staged(uint64_t copies)
+{
+    const struct stream on = side();
+
+    UNTIL(stream_idle(&on));
+    CHECK_EQUAL(seen(&control->copies_on_device), job.copied + copies);
+    staged_is();
 }
 
 /* The GPU is behind, and its queue takes 16 launches: the call returns, and what it copies is what
@@ -154,6 +165,73 @@ static void test_many_tensors_do_not_fill_the_queue(void)
         stage_behind_a_busy_stream();
     }
     CHECK(pcc_client_stage(job.d.client, 0, handle(&job.stream), job.copies, 0, true) == 0);
+    job_close();
+}
+
+/* -- staging memory that is used again -- */
+
+/* The second snapshot's copies are enqueued while the daemon has yet to read the first one's. */
+static void stage_twice(enum pcc_level level, uint64_t limit_ns)
+{
+    const struct stream on = side();
+
+    many_tensors();
+    job.aside = true;
+    job.seed = 1;
+    write_memory(NULL);
+    CHECK(stage_now() == 0);
+    pull_to(&job.d, 1, &job.stream, true, level);
+    admit(&job.d, 1);
+    staged(TENSORS - 1);
+    CHECK(pcc_client_hold(job.d.client, 1, 0, PCC_STAGING, pcc_now_ns() + limit_ns) == 0);
+    if (level == PCC_LEVEL_DEVICE)
+        UNTIL(stream_idle(&on));
+    job.seed = 2;
+    write_memory(NULL);
+    CHECK(stage_now() == 0);
+    UNTIL(stream_idle(&job.stream));
+}
+
+static void test_copies_wait_until_what_was_staged_was_read(void)
+{
+    job_open();
+    stage_twice(PCC_LEVEL_DISK, PATIENCE);
+    CHECK_EQUAL(seen(&control->waits), 2); /* for the word, and then for the stream */
+    job.seed = 1;
+    staged_is();
+    CHECK_EQUAL(seen(&control->copies_on_device), job.copied);
+    pulled(&job.d, 1, 0);
+    job.seed = 2;
+    staged(TENSORS - 1);
+    CHECK(pcc_client_hold(job.d.client, 1, 0, PCC_STAGING, soon()) == 0);
+    job_close();
+}
+
+/* The daemon does not read it: at the deadline that snapshot is lost, and the next one is staged.
+ */
+static void test_copies_wait_no_longer_than_the_deadline(void)
+{
+    job_open();
+    stage_twice(PCC_LEVEL_DISK, SECOND / 20);
+    staged(TENSORS - 1);
+    CHECK(state_of(&job.d, 1).word == PCC_WORD_ABANDONED);
+    CHECK_EQUAL(state_of(&job.d, 1).error, -ETIMEDOUT);
+    CHECK(!word_to(&job.d, 1, PCC_WORD_COPYING, PCC_WORD_COPIED));
+    job_close();
+}
+
+/* What nobody reads before a death is withdrawn, by each stream that is going to change it. When a
+ * second stream cannot, the first one's word counts. */
+static void test_copies_withdraw_what_was_staged(void)
+{
+    job_open();
+    stage_twice(PCC_LEVEL_DEVICE, PATIENCE);
+    staged(TENSORS - 1);
+    CHECK_EQUAL(atomic_load(&words(&job.d, 1, 0)->withdrawn), 1);
+    set(&control->write_fail_count, 1);
+    CHECK(hold(&job.d, 1, &job.stream, soon()) == -PCC_E_DEVICE);
+    pcc_client_write(job.d.client, 1);
+    CHECK(!job.d.client->jobs[1].wanted);
     job_close();
 }
 
@@ -280,6 +358,9 @@ int main(void)
     run_without("cuMemMap", test_a_driver_without_pieces);
     standin_open();
     RUN(test_many_tensors_do_not_fill_the_queue);
+    RUN(test_copies_wait_until_what_was_staged_was_read);
+    RUN(test_copies_wait_no_longer_than_the_deadline);
+    RUN(test_copies_withdraw_what_was_staged);
     RUN(test_neighbours_are_one_copy);
     RUN(test_refused_batches_are_copied_one_by_one);
     RUN(test_a_batch_fails_in_its_middle);

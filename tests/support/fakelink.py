@@ -94,7 +94,7 @@ class FakeLink:
     ) -> None:
         self._note("mark", snapshot, device, stream, pull, aside)
 
-    def hold(self, snapshot: int, device: int, stream: int, deadline_ns: int) -> bool:
+    def hold(self, snapshot: int, device: int, stream: int | None, deadline_ns: int) -> bool:
         self._note("hold", snapshot, device, stream)
         return snapshot not in self.unholdable
 

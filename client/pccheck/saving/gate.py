@@ -27,6 +27,7 @@ class _Pending:
     host: bool  # host memory is read in the background
     part: DevicePart | None
     held: set[tuple[int, int]] = field(default_factory=set)  # (GPU, stream) that will wait
+    freed: set[int] = field(default_factory=set)  # GPUs on which new staging will wait
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -69,6 +70,24 @@ class _Pending:
             return False
         self.host = False
         return True
+
+    def free_staging(self, deadline_ns: int) -> bool:
+        """New copies into its staging memory wait, on the GPU. False: not in time."""
+        try:
+            for device in self.staging - self.freed:
+                if not self.save.native.hold(self.save.snapshot, device, None, deadline_ns):
+                    return False
+                self.freed.add(device)
+        except (NativeError, OSError):
+            return self.wait(deadline_ns)
+        except ValueError:  # closed
+            pass
+        return True
+
+    @property
+    def staging(self) -> set[int]:
+        """GPUs on which it was staged."""
+        return set(self.part.staging_bytes) if self.part else set()
 
     def here(self) -> set[tuple[int, int]]:
         """The streams that this thread uses now, on the snapshot's GPUs."""
@@ -142,8 +161,8 @@ class Gate:
                     item.save.verdict.fail_if_moved()
             while waiting:
                 item = waiting[0]
-                streams = bool(item.devices) and not on_cpu
-                in_time, deadline_ns = self._wait(item, deadline_ns, streams=streams)
+                wait = item.hold if item.devices and not on_cpu else item.wait
+                in_time, deadline_ns = self._wait(item, deadline_ns, wait)
                 if not in_time:
                     self._expire(item)
                 item.give_verdict()
@@ -166,30 +185,32 @@ class Gate:
         self._pending.clear()
 
     def free_staging(self, part: DevicePart, *, skip: bool) -> None:
-        """Returns when the current streams may write to staging memory again.
+        """Returns when copies into staging memory may be enqueued: while it is in use, they wait
+        on the GPU.
 
-        Raises CheckpointFailedError when it is still in use, at once if `skip`.
+        Raises CheckpointFailedError if it is in use and `skip`, and when they cannot be made to
+        wait in time.
         """
         for item in self._pending:
-            used = item.part.staging_bytes.keys() if item.part else set()
-            shared = used & part.staging_bytes.keys()
+            shared = item.staging & part.staging_bytes.keys()
             # A stream that waits for this part keeps the order; with staging aside for less.
             ordered = not part.all_staged and not (item.part and item.part.all_staged)
             if not shared or (ordered and item.here() <= item.held) or item.save.is_read():
                 continue
             if skip:
                 raise CheckpointFailedError("staging memory still holds the previous checkpoint")
-            if not self._wait(item, self._deadline_ns())[0]:
+            if not self._wait(item, self._deadline_ns(), item.free_staging)[0]:
                 self._expire(item)
                 raise CheckpointFailedError(
                     "staging memory still holds the previous checkpoint after stall_limit_s="
                     f"{self._stall_limit_s:g} s"
                 )
 
-    def _wait(self, item: _Pending, deadline_ns: int, *, streams: bool = False) -> tuple[bool, int]:
-        """Whether its source was read in time, or its streams wait; and the deadline of the next. A
-        GPU that is still busy with the work before the snapshot is no stall of the daemon."""
-        wait = item.hold if streams else item.wait
+    def _wait(
+        self, item: _Pending, deadline_ns: int, wait: Callable[[int], bool]
+    ) -> tuple[bool, int]:
+        """Whether the wait ended in time, and the deadline of the next one. A GPU that is still
+        busy with the work before the snapshot is no stall of the daemon."""
         while not item.reached():
             in_time = wait(deadline_ns)
             deadline_ns = self._deadline_ns()

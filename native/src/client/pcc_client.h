@@ -143,10 +143,13 @@ PCC_MUST_CHECK int pcc_client_mark(struct pcc_client *client, uint64_t snapshot,
  * count. 0, -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                    uint64_t stream, uint64_t deadline_ns);
+/* In the place of a stream: what pcc_client_stage enqueues from now on waits until the snapshot, if
+ * that was staged, was read. */
+#define PCC_STAGING UINT64_MAX
 /* Waits up to until_ns, for callers that must look up now and then. True when pcc_client_hold would
  * not make its caller wait. */
 bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
-                           uint64_t until_ns);
+                           uint64_t stream, uint64_t until_ns);
 /* False while a stream that was marked for the snapshot has not reached the mark: it is busy with
  * what the trainer enqueued before, which may take long. */
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);

@@ -232,9 +232,9 @@ enum hold_way {
     HOLD_WITHDRAW, /* it does not wait: from here on the snapshot is gone */
 };
 
-/* With lock held. */
+/* With lock held. `staging`: for what overwrites what was staged. */
 static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint32_t device,
-                              CUevent *event_out)
+                              bool staging, CUevent *event_out)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
     const struct pcc_job_device *part = &job->devices[device];
@@ -246,12 +246,13 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
         pcc_client_release_streams(client, job);
         return HOLD_NOT;
     }
-    *event_out = part->aside ? part->marked : part->copied;
+    const bool aside = part->aside && !staging;
+    *event_out = aside ? part->marked : part->copied;
     if (job->deferred && (job->pulled >> device & 1) != 0) {
-        *event_out = part->aside ? part->marked : NULL;
+        *event_out = aside ? part->marked : NULL;
         return HOLD_WITHDRAW;
     }
-    if (part->aside)
+    if (aside)
         return HOLD_EVENT;
     /* Acquire pairs with the daemon's release of done. */
     const bool by_word =
@@ -284,14 +285,14 @@ static void copies_all(struct pcc_client *client, uint64_t snapshot)
 
 /* Waits on the host while copies are to be enqueued, at most until then. */
 static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, uint32_t device,
-                                CUevent *event_out, uint64_t until_ns)
+                                bool staging, CUevent *event_out, uint64_t until_ns)
 {
     _Atomic uint32_t *bell = &client->view.page->client_bell;
 
     for (;;) {
         const uint32_t rung = pcc_bell_read(bell);
         (void)pthread_mutex_lock(&client->lock);
-        const enum hold_way way = hold_way(client, snapshot, device, event_out);
+        const enum hold_way way = hold_way(client, snapshot, device, staging, event_out);
         (void)pthread_mutex_unlock(&client->lock);
         if (way != HOLD_LATER || pcc_now_ns() >= until_ns)
             return way;
@@ -343,14 +344,15 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
         pcc_client_release_streams(client, job);
 }
 
-/* Either its owner wants it on the disk (pcc_client_write) or a stream withdraws it, never both.
- * False: it is wanted by now, or has ended. */
-static bool withdraw_begin(struct pcc_client *client, uint64_t snapshot)
+/* Either its owner wants it on the disk (pcc_client_write) or streams withdraw it, never both.
+ * False: it is wanted by now, or has ended. *first_out: no other stream withdraws it yet. */
+static bool withdraw_begin(struct pcc_client *client, uint64_t snapshot, bool *first_out)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
     PCC_LOCKED(&client->lock);
     const bool mine = job->snapshot == snapshot && job->deferred;
+    *first_out = mine && !job->withdrawn;
     job->withdrawn = job->withdrawn || mine;
     return mine;
 }
@@ -412,37 +414,42 @@ static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t d
 int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
                     uint64_t deadline_ns)
 {
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+    const bool staging = stream == PCC_STAGING;
     CUevent event = NULL;
+    bool first = false;
 
-    if (pcc_client_device(client, device) == NULL)
+    if (mine == NULL)
         return -EINVAL;
     PCC_CLIENT_WAITS(client);
     enum hold_way way;
     do
-        way = hold_await(client, snapshot, device, &event, deadline_ns);
-    while (way == HOLD_WITHDRAW && !withdraw_begin(client, snapshot));
+        way = hold_await(client, snapshot, device, staging, &event, deadline_ns);
+    while (way == HOLD_WITHDRAW && !withdraw_begin(client, snapshot, &first));
     if (way == HOLD_LATER || way == HOLD_NOT)
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
     const bool by_word = way == HOLD_WORD || way == HOLD_BOTH;
     if (by_word)
         hold_arm(client, snapshot, device, deadline_ns);
-    const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream, way,
-                                   way == HOLD_WORD ? NULL : event);
+    CUstream const on = staging ? mine->side : (CUstream)(uintptr_t)stream;
+    const int error =
+        hold_enqueue(client, snapshot, device, on, way, way == HOLD_WORD ? NULL : event);
     if (by_word)
         hold_recheck(client, snapshot);
-    if (way == HOLD_WITHDRAW && error != 0)
+    if (first && error != 0)
         withdraw_fail(client, snapshot);
     /* The driver's want of memory for the wait: it is not enqueued. */
     return error == -ENOMEM ? -PCC_E_DEVICE : error;
 }
 
 bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
-                           uint64_t until_ns)
+                           uint64_t stream, uint64_t until_ns)
 {
     CUevent ignored;
 
     if (pcc_client_device(client, device) == NULL)
         return true;
     PCC_CLIENT_WAITS(client);
-    return hold_await(client, snapshot, device, &ignored, until_ns) != HOLD_LATER;
+    return hold_await(client, snapshot, device, stream == PCC_STAGING, &ignored, until_ns) !=
+           HOLD_LATER;
 }

@@ -140,9 +140,10 @@ def test_work_before_the_snapshot_is_no_stall(kit: Kit) -> None:
     """A GPU that is still busy gets more time, and afterwards the daemon gets its own limit."""
     kit.add(part(0, staged=True, aside=True))
     kit.native.behind[1] = 3
+    kit.native.unholdable.add(1)
     with pytest.raises(CheckpointFailedError, match="staging"):
         kit.gate.free_staging(part(0, staged=True, aside=True), skip=False)
-    assert len(kit.native.named("wait_read")) == 4
+    assert kit.native.named("hold") == [("hold", 1, 0, None)] * 4
     assert kit.expired == [1]
 
 
@@ -266,16 +267,42 @@ def test_a_stream_that_waits_already_is_order_enough_for_staging(
     kit.gate.free_staging(part(0, staged=True), skip=True)
 
 
-def test_without_a_gate_between_them_staging_waits_on_the_cpu(kit: Kit) -> None:
-    kit.add(part(0, staged=True))
-    kit.native.interrupt = "wait_read"
+def test_without_a_gate_between_them_staging_waits_on_the_gpu(kit: Kit) -> None:
+    kit.add(part(0, 3, staged=True))
+    kit.native.interrupt = "hold"
     with pytest.raises(KeyboardInterrupt):
         kit.gate.free_staging(part(0, staged=True), skip=False)
     kit.native.interrupt = ""
+    kit.native.calls.clear()
+    for _ in range(2):  # once is enough
+        kit.gate.free_staging(part(0, staged=True), skip=False)
+        assert sorted(kit.native.calls) == [("hold", 1, 0, None), ("hold", 1, 3, None)]
+    kit.add(part(0, staged=True))  # it may be staged while the first one is being read
+    kit.gate.free_staging(part(0, staged=True), skip=False)
+    assert kit.native.named("hold")[2:] == [("hold", 2, 0, None)] and not kit.expired
+
+
+def test_staging_that_cannot_wait_in_time_fails_its_checkpoint(kit: Kit) -> None:
+    kit.add(part(0, staged=True))
+    kit.native.unholdable.add(1)
     with pytest.raises(CheckpointFailedError, match="stall_limit_s"):
         kit.gate.free_staging(part(0, staged=True), skip=False)
     assert kit.expired == [1]
     kit.gate.free_staging(part(0, staged=True), skip=False)
+
+
+def test_staging_waits_on_the_cpu_if_the_driver_refuses(kit: Kit) -> None:
+    def refuse(*_: object) -> bool:
+        raise NativeError("no memory")
+
+    kit.native.hold = refuse  # type: ignore[method-assign]
+    kit.add(part(0, staged=True))
+    kit.native.read.add(1)
+    kit.gate.free_staging(part(0, staged=True), skip=False)
+    kit.native.read.clear()
+    with pytest.raises(CheckpointFailedError, match="stall_limit_s"):
+        kit.gate.free_staging(part(0, staged=True), skip=False)
+    assert kit.native.named("wait_read") == [("wait_read", 1, False)]
 
 
 def test_other_gpus_and_snapshots_that_stage_nothing_are_not_waited_for(kit: Kit) -> None:
