@@ -152,15 +152,26 @@ _HANDLE = (
     "the trainer no longer shares the GPU memory of this checkpoint",
     "the next checkpoint shares the memory again, or is pushed",
 )
+_OTHER_MEMORY = (
+    "pccheckd reads other bytes in GPU memory of the trainer than the trainer itself",
+    "tensors of that GPU are pushed until the trainer connects again; run pccheckctl doctor --gpu, "
+    "and report what it says with the driver's version",
+)
 _GPU_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
 #: By the stage and the code of a failure; "" is every other code of a stage, or every stage.
 _BY_CODE = {
     ("begin", "ABORTED"): ("the trainer abandoned the checkpoint before it began", ""),
     ("begin", "BAD_HANDLE"): _HANDLE,
     ("begin", "DEVICE_LOST"): _GPU_LOST,
+    ("begin", "OTHER_MEMORY"): _OTHER_MEMORY,
     ("begin", "BAD_PEER"): ("the trainer violated the protocol", SAME_VERSION_HINT),
     ("copy", "BAD_HANDLE"): _HANDLE,
     ("copy", "DEVICE_LOST"): _GPU_LOST,
+    ("copy", "OTHER_MEMORY"): _OTHER_MEMORY,
+    ("copy", "ETIMEDOUT"): (
+        "the trainer did not show in time that it can read the GPU memory that it shares",
+        "look whether the trainer is stopped, or its GPU hangs",
+    ),
     ("copy", "DEVICE"): (
         "the GPU driver failed to copy it", "the kernel's log may say more: dmesg"
     ),

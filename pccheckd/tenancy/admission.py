@@ -44,7 +44,7 @@ LOOK_S = 0.25
 #: Codes of what ends by itself: every lane is busy, or what an earlier daemon left is checked.
 _SOON = frozenset({"NO_LANE", "EBUSY"})
 #: Codes of refusals that are not the volume's fault: the page says enough.
-_REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST"})
+_REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST", "OTHER_MEMORY"})
 _SKIPPED = End(State.SKIPPED, Why(Cause.SLOTS_BUSY))
 
 

@@ -50,7 +50,7 @@ def test_expandable_segments_are_pulled_and_restored(node: Node) -> None:
     trainer = node.connect(LARGE, expands=True)
     saves(trainer)
     assert node.transfer() == ("pull", "")
-    assert trainer.faults.copies_to_host == 0
+    assert trainer.faults.bytes_to_host < 64 << 10  # proofs only
     assert node.faults.open_mappings > 10  # pieces
     trainer.kill()
     node.faults.wait_for(lambda f: f.open_mappings == 0 and f.reserved_bytes == 0)
@@ -159,9 +159,9 @@ def refused(session: attach.Attachment, body: Expose, why: str) -> None:
 
 def run(pieces: int, uuid: bytes = bytes(16)) -> bytes:
     """An exposure of one run of pieces of 2 MiB."""
-    magic = int.from_bytes(b"PCCGEXP1", "little")
+    magic = int.from_bytes(b"PCCGEXP2", "little")
     head = struct.pack("<QIIQIIQ16x", magic, 1, 1, 1 << 20, 0, 0, 0)
-    allocation = struct.pack("<64s16sQQII", os.urandom(64), uuid, pieces << 21, 0, 0, pieces)
+    allocation = struct.pack("<64s16sQQQII", os.urandom(64), uuid, pieces << 21, 0, 0, 0, pieces)
     return head + allocation + struct.pack("<IIQQQ", 0, 0, 0, 0, 1 << 20)
 
 

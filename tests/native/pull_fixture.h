@@ -128,7 +128,7 @@ static inline int expose_as_is(struct pull *p, char reason[PCC_REASON_BYTES])
     return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, &descriptors, reason);
 }
 
-static inline void expose(struct pull *p)
+static inline void expose_unproven(struct pull *p)
 {
     char reason[PCC_REASON_BYTES];
     const int error = expose_as_is(p, reason);
@@ -136,6 +136,20 @@ static inline void expose(struct pull *p)
     if (error != 0)
         printf("  %s: %s\n", pcc_error_name(error), reason);
     CHECK(error == 0 && reason[0] == '\0');
+}
+
+/* As if a snapshot before had proven it: test_pull_proof.c has the proof. */
+static inline void proven(struct pull *p)
+{
+    pcc_tenant_lock(p->f.tenant);
+    p->f.tenant->pull.map->proven = UINT32_MAX;
+    pcc_tenant_unlock(p->f.tenant);
+}
+
+static inline void expose(struct pull *p)
+{
+    expose_unproven(p);
+    proven(p);
 }
 
 /* -- the page -- */
@@ -227,6 +241,61 @@ static inline void push_tree(struct pull *p, uint64_t snapshot)
     message.length_bytes = TREE_BYTES;
     CHECK(pcc_ring_push(&p->f.page.to_daemon, &message) == 0);
     pcc_bell_ring(&p->f.page.page->daemon_bell);
+}
+
+/* -- the daemon's questions: what the trainer has in its memory -- */
+
+static inline struct pcc_proof *proof_of(const struct pull *p)
+{
+    return &p->f.page.page->proof;
+}
+
+/* Waits for a question that has no answer yet. */
+static inline void question(const struct pull *p)
+{
+    const struct pcc_proof *proof = proof_of(p);
+    const uint64_t deadline = soon();
+
+    while (atomic_load(&proof->asked) == atomic_load(&proof->answered)) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(100);
+    }
+    CHECK(proof->count > 0 && proof->count <= PCC_PROOF_BLOCKS);
+}
+
+/* What the trainer has there; the allocation's number. */
+static inline uint32_t memory_at(const struct pull *p, uint64_t address, const uint8_t **out)
+{
+    uint32_t i = 0;
+
+    while (address - p->memory[i].address >= p->memory[i].exposed.length_bytes)
+        CHECK(++i < p->memory_count);
+    *out = p->memory[i].expected + (address - p->memory[i].address);
+    return i;
+}
+
+static inline void answer(const struct pull *p, int result)
+{
+    struct pcc_proof *proof = proof_of(p);
+
+    proof->result = result;
+    atomic_store(&proof->answered, atomic_load(&proof->asked));
+    pcc_bell_ring(&p->f.page.page->daemon_bell);
+}
+
+/* The bytes that are asked for, all of them or (wrong) but for one bit. */
+static inline void answer_question(const struct pull *p, bool wrong)
+{
+    struct pcc_proof *proof = proof_of(p);
+    const uint8_t *bytes;
+
+    question(p);
+    for (uint32_t i = 0; i < proof->count; i++) {
+        (void)memory_at(p, proof->blocks[i].address, &bytes);
+        memcpy(proof->bytes[i], bytes, proof->blocks[i].length_bytes);
+    }
+    proof->bytes[proof->count - 1][0] ^= wrong;
+    answer(p, 0);
 }
 
 /* -- what was saved -- */

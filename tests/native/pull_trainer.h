@@ -14,7 +14,15 @@
 /* -- the trainer; `order` names what it does, one answer for each -- */
 
 struct order {
-    enum { ORDER_ALLOCATE, ORDER_FILL, ORDER_FREE, ORDER_RUN, ORDER_EXPORT, ORDER_PAGE } what;
+    enum {
+        ORDER_ALLOCATE,
+        ORDER_FILL,
+        ORDER_FREE,
+        ORDER_RUN,
+        ORDER_EXPORT,
+        ORDER_PAGE,
+        ORDER_CLEAR
+    } what;
     uint32_t device;
     uint32_t pieces; /* of `length` in all, side by side */
     uint64_t address;
@@ -72,8 +80,10 @@ static inline void trainer_allocate(const struct order *order, struct answer *an
     CHECK(device.cuda->pointer_attribute(&buffer_id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address) == 0);
     pcc_gpu_leave(&device);
     answer->address = address;
-    answer->exposed = (struct pcc_exposed_allocation){
-        .length_bytes = order->length, .buffer_id = buffer_id, .device = order->device};
+    answer->exposed = (struct pcc_exposed_allocation){.length_bytes = order->length,
+                                                      .buffer_id = buffer_id,
+                                                      .address = address,
+                                                      .device = order->device};
     memcpy(answer->exposed.handle, &handle, sizeof(handle));
     memcpy(answer->exposed.uuid, &device.uuid, sizeof(device.uuid));
 }
@@ -106,8 +116,10 @@ static inline void trainer_run(const struct order *order, struct answer *answer)
     CHECK(device.cuda->access_set(address, order->length, &access, 1) == 0);
     pcc_gpu_leave(&device);
     answer->address = address;
-    answer->exposed = (struct pcc_exposed_allocation){
-        .length_bytes = order->length, .device = order->device, .pieces = order->pieces};
+    answer->exposed = (struct pcc_exposed_allocation){.length_bytes = order->length,
+                                                      .address = address,
+                                                      .device = order->device,
+                                                      .pieces = order->pieces};
     memcpy(answer->exposed.handle, &address, sizeof(address));
     memcpy(answer->exposed.uuid, &device.uuid, sizeof(device.uuid));
 }
@@ -169,6 +181,8 @@ static inline void trainer_main(int fd)
             continue;
         } else if (order.what == ORDER_PAGE) {
             trainer_page(&order, fd);
+        } else if (order.what == ORDER_CLEAR) {
+            memset((void *)(uintptr_t)order.address, 0, order.length);
         } else if (order.what == ORDER_FILL) {
             pattern((uint8_t *)(uintptr_t)order.address, order.length, order.seed);
         } else {

@@ -83,6 +83,87 @@ static void test_no_stream_of_ours_waits(void)
     stream_close(&second);
 }
 
+/* Asks what lies at `address`; whether the client has said so, and not that it cannot. */
+static bool shows(struct daemon *d, uint32_t device, uint32_t count, CUdeviceptr address,
+                  uint32_t length)
+{
+    struct pcc_proof *proof = &d->view.page->proof;
+    const uint64_t number = atomic_load(&proof->asked) + 1;
+
+    proof->device = device;
+    proof->count = count;
+    for (uint32_t i = 0; i < count && i < PCC_PROOF_BLOCKS; i++)
+        proof->blocks[i] = (struct pcc_proof_block){.address = address + i, .length_bytes = length};
+    atomic_store(&proof->asked, number);
+    pcc_bell_ring(&d->view.page->client_bell);
+    UNTIL(atomic_load(&proof->answered) == number);
+    for (uint32_t i = 0; proof->result == 0 && i < count; i++)
+        CHECK(memcmp(proof->bytes[i], at(address) + i, length) == 0);
+    return proof->result == 0;
+}
+
+/* The daemon asks what the GPU's memory holds: the client shows it, also while the training stream
+ * is held, and says so when it cannot. */
+static void test_questions(void)
+{
+    struct daemon d;
+    struct stream stream;
+    CUdeviceptr memory = gpu_alloc(0, CHUNK);
+
+    for (uint32_t i = 0; i < CHUNK; i++)
+        at(memory)[i] = (uint8_t)(i * 7 + i / 256);
+    open_one(&d, &stream);
+    CHECK(shows(&d, 0, 1, memory + CHUNK - 200, 200));
+    pull(&d, 1, &stream, false);
+    admit(&d, 1);
+    CHECK(hold(&d, 1, &stream, soon()) == 0);
+    CHECK(shows(&d, 0, PCC_PROOF_BLOCKS, memory, PCC_PROOF_BYTES) && !stream_idle(&stream));
+    CHECK(!shows(&d, 0, PCC_PROOF_BLOCKS + 1, memory, 1));
+    CHECK(!shows(&d, 0, 1, memory, PCC_PROOF_BYTES + 1));
+    CHECK(!shows(&d, 1, 1, memory, 1)); /* not open */
+    CHECK(!shows(&d, PCC_DEVICES, 1, memory, 1));
+    CHECK(shows(&d, 0, 2, memory + 5, 3));
+    gpu_free(0, memory);
+    CHECK(!shows(&d, 0, 1, memory, 8));
+    pulled(&d, 1, 0);
+    daemon_close_gpu(&d, &stream);
+}
+
+/* Streams may share one hardware queue: a stream that waits for the daemon, which waits for the
+ * answer to its question, would keep the answer back. So the host waits, once for an exposure. */
+static void test_the_host_waits_before_a_proof(void)
+{
+    struct daemon d;
+    struct stream stream;
+    const CUdeviceptr memory = gpu_alloc(0, CHUNK);
+
+    open_one(&d, &stream);
+    set(&control->one_queue, 1);
+    memset(at(memory), 9, CHUNK);
+    for (uint64_t snapshot = 1; snapshot <= 3; snapshot++) {
+        pull(&d, snapshot, &stream, false);
+        pcc_page_request(&d.view, snapshot)->map = 5;
+        admit(&d, snapshot);
+        UNTIL(atomic_load(&words(&d, snapshot, 0)->ready) == snapshot);
+        if (snapshot < 3) {
+            CHECK(hold(&d, snapshot, &stream, pcc_now_ns()) == -ETIMEDOUT);
+            CHECK(stream_idle(&stream) && shows(&d, 0, 1, memory, 8));
+        }
+        if (snapshot == 1) { /* it has to be shown again */
+            pulled(&d, 1, 0);
+        } else {
+            atomic_store(&d.view.page->proof.proven[0], 5);
+            CHECK(hold(&d, snapshot, &stream, soon()) == 0 && !stream_idle(&stream));
+            pulled(&d, snapshot, 0);
+        }
+        CHECK(hold(&d, snapshot, &stream, soon()) == 0);
+        UNTIL(stream_idle(&stream));
+    }
+    set(&control->one_queue, 0);
+    daemon_close_gpu(&d, &stream);
+    gpu_free(0, memory);
+}
+
 static void *launch(void *argument)
 {
     const struct stream *stream = argument;
@@ -393,6 +474,8 @@ int main(void)
     standin_open();
     RUN(test_words);
     RUN(test_no_stream_of_ours_waits);
+    RUN(test_questions);
+    RUN(test_the_host_waits_before_a_proof);
     RUN(test_a_driver_that_is_locked);
     RUN(test_withdrawing);
     RUN(test_deadline);

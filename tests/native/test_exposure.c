@@ -14,7 +14,7 @@ struct exposed { /* as it goes over the wire */
     struct pcc_exposed_allocation allocations[ALLOCATIONS];
     struct pcc_exposed_range ranges[RANGES];
 };
-_Static_assert(sizeof(struct exposed) == 56 + ALLOCATIONS * 104 + RANGES * 32, "no padding");
+_Static_assert(sizeof(struct exposed) == 56 + ALLOCATIONS * 112 + RANGES * 32, "no padding");
 
 /* Two GPUs: three chunks of the first, from two allocations, one chunk of the second. */
 static struct exposed honest(void)

@@ -190,6 +190,7 @@ static void test_many_ranges(void)
     char reason[PCC_REASON_BYTES];
     CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges),
                             &(struct pcc_descriptors){0}, reason) == 0);
+    proven(&p);
     uint64_t sequence;
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);

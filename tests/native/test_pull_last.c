@@ -221,11 +221,55 @@ static void test_no_copy(void)
     }
 }
 
+/* Nobody is left to show what was not proven: the daemon asks while the trainer lives. What is
+ * withdrawn meanwhile says nothing of the memory. */
+static void test_proof(void)
+{
+    struct pull p;
+    uint64_t sequence;
+
+    for (uint32_t answered = 0; answered < 2; answered++) {
+        pull_open(&p, 24 * CHUNK);
+        usual_layout(&p);
+        expose_unproven(&p);
+        fill(&p, 5);
+        sequence = defer(&p, 1, true);
+        question(&p);
+        if (answered) {
+            answer_question(&p, false);
+            while (atomic_load(&proof_of(&p)->proven[0]) != p.map)
+                CHECK(usleep(100) == 0);
+        }
+        const struct pcc_event event = die(&p, 1);
+        CHECK(event.kind == (answered ? PCC_EVENT_COPIED : PCC_EVENT_FAILED));
+        if (answered)
+            is_saved(&p, 1, sequence);
+        close_all(&p);
+    }
+    pull_open(&p, 24 * CHUNK);
+    usual_layout(&p);
+    expose_unproven(&p);
+    (void)defer(&p, 1, false);
+    ready_set(&p, 1, 0); /* nobody rings */
+    question(&p);
+    withdrawn_set(&p, 1, 0, 1);
+    fill(&p, 6);
+    answer_question(&p, true);
+    sequence = defer(&p, 2, true);
+    answer_question(&p, false);
+    while (atomic_load(&proof_of(&p)->proven[0]) != p.map)
+        CHECK(usleep(100) == 0);
+    CHECK(die(&p, 2).kind == PCC_EVENT_COPIED);
+    is_saved(&p, 2, sequence);
+    close_all(&p);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test tests[] = {
         {"last step", test_last_step}, {"words", test_words},   {"withdrawn", test_withdrawn},
         {"no death", test_no_death},   {"wanted", test_wanted}, {"no copy", test_no_copy},
+        {"proof", test_proof},
     };
 
     (void)setenv("PCCHECK_STANDIN_DEAD", "keep", 1);

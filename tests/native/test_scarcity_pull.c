@@ -36,8 +36,10 @@ static void live(void)
     for (uint64_t snapshot = 1; snapshot <= 2; snapshot++) {
         const int error = expose_as_is(&p, reason);
         CHECK(error == 0 || (was_refused() && reason[0] != '\0'));
-        if (error == 0)
+        if (error == 0) {
+            proven(&p);
             try_checkpoint(&p, snapshot);
+        }
     }
     plenty();
     expose(&p);

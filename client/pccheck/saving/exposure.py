@@ -27,6 +27,7 @@ from pccheck_native import Client, NativeError
 from pccheck_native.transfer import PULL, PUSH, Decision, chosen
 from pccheck_wire.basics import size_text
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
 
@@ -43,6 +44,7 @@ _OBSTACLES = {
     "handle nor a descriptor (a memory pool, or TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0)",
 }
 _APART = "some GPU memory cannot be shared; from the next checkpoint on only that is pushed"
+_UNSHAREABLE, _DISTRUSTED = "cannot be shared", "pccheckd sees otherwise than this process"
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
 RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
@@ -118,6 +120,7 @@ class Exposure:
         self._kept: list[object] = []  # the memory that is exposed
         #: Addresses of memory that cannot be shared: it is laid out apart, and pushed.
         self.pushed: frozenset[int] = frozenset()
+        self._why_pushed = _UNSHAREABLE
         self._mapped = False  # the daemon has the last exposure, and its runs need no descriptors
         self._announced: Decision | None = None
         self._staging: dict[int, int] = {}
@@ -152,7 +155,7 @@ class Exposure:
             if isinstance(error, PccheckError) or connection.alive():
                 raise
             raise connection.gone() from error
-        self._announce(_but_for(part, self._chosen()))
+        self._announce(_but_for(part, self._chosen(), self._why_pushed))
         if staging != self._staging:
             self._outgrown = self._outgrown or bool(self._staging)
             self._staging = staging
@@ -170,8 +173,11 @@ class Exposure:
         except (NativeError, ValueError, OSError):  # closed: there is nothing to protect
             return False
 
-    def broke(self) -> None:
-        """The daemon failed a pulled snapshot, perhaps for a stale handle: all is exposed again."""
+    def broke(self, why: Why) -> None:
+        """The daemon failed a pulled snapshot, perhaps for a stale handle: all is exposed again.
+        Memory of a GPU where the daemon reads something else is pushed from then on."""
+        if why.code == "OTHER_MEMORY":
+            self._distrust(int(why.argument))
         self._ranges = b""
         self._mapped = False
 
@@ -228,6 +234,14 @@ class Exposure:
             return False
         self.pushed |= found
         return True
+
+    def _distrust(self, device: int) -> None:
+        """If there is another GPU; otherwise the daemon refuses the next exposure, and says why."""
+        exposed = list(struct.iter_unpack("<QQQII", self._ranges))
+        found = frozenset(place for place, _, _, gpu, _ in exposed if gpu == device)
+        if self._transfer != PULL and len(found) < len(exposed):
+            self.pushed |= found
+            self._why_pushed = _DISTRUSTED
 
     def _send(self, ranges: bytes, nbytes: int) -> None:
         data = self.connection.native.expose(ranges, nbytes, self._mapped)
@@ -293,12 +307,12 @@ class Exposure:
         return False
 
 
-def _but_for(part: DevicePart, choice: Decision) -> Decision:
+def _but_for(part: DevicePart, choice: Decision, what: str) -> Decision:
     """The choice, with what is pushed beside it."""
     if choice.transfer != PULL or not part.rest:
         return choice
     nbytes = sum(item[2] for item in struct.iter_unpack("<QQQII", part.rest))
-    why = f"{size_text(nbytes)} of GPU memory that cannot be shared are pushed"
+    why = f"{size_text(nbytes)} of GPU memory that {what} are pushed"
     return replace(choice, reason=why)
 
 

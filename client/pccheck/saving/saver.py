@@ -272,7 +272,7 @@ class Saver:
             if SHOWN[phase] not in NOT_SAVED:
                 self._breaker.copied()
             elif save.pulled and phase is Phase.REFUSED and self._exposure is not None:
-                self._exposure.broke()
+                self._exposure.broke(save.why)
         if phase in SAFE:
             self._warner.over("stall")
 

@@ -54,7 +54,8 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
     X(BAD_HANDLE, "this GPU memory cannot be shared with the daemon")                              \
     X(UNREADABLE, "the disk could not read it") /* whether it is whole is not known */             \
     X(REMOVED, "the file was removed or moved away while it was open")                             \
-    X(REPLACED, "another file was put in the place of the open one")
+    X(REPLACED, "another file was put in the place of the open one")                               \
+    X(OTHER_MEMORY, "the trainer does not read there what the daemon reads")
 
 #define PCC_E_FIRST 10000
 enum {

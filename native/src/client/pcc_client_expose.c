@@ -360,6 +360,7 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
         const struct pcc_exposed *allocation = &builder->allocations[i];
         struct pcc_exposed_allocation said = {.length_bytes = allocation->length_bytes,
                                               .buffer_id = allocation->buffer_id,
+                                              .address = allocation->base,
                                               .device = allocation->device,
                                               .pieces = allocation->pieces};
         memcpy(said.handle, &allocation->handle, sizeof(said.handle));
@@ -523,4 +524,71 @@ bool pcc_client_exposure_holds(struct pcc_client *client)
         if (!still_there(client, &client->devices[client->extents[i].device], i, &i))
             return false;
     return true;
+}
+
+/* -- the daemon's questions -- */
+
+/* With the lock not held, by the thread. */
+static void answer(struct pcc_client *client, int result)
+{
+    struct pcc_proof *proof = &client->view.page->proof;
+
+    client->proving = NULL;
+    proof->result = result;
+    /* Release: pairs with the daemon's acquire. */
+    PCC_WRITE_RELEASE(&proof->answered, client->asked);
+    pcc_bell_ring(&client->view.page->daemon_bell);
+}
+
+/* Has the GPU copy the blocks into the page. `load` is never behind what waits for the daemon. */
+static int blocks_copy(struct pcc_client *client, struct pcc_client_device *device)
+{
+    const struct pcc_proof *proof = &client->view.page->proof;
+    uint8_t *to = (uint8_t *)device->page_at + offsetof(struct pcc_page, proof.bytes);
+    const uint32_t count = proof->count;
+
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0)
+        return gpu.error;
+    CUresult result = count <= PCC_PROOF_BLOCKS ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    for (uint32_t i = 0; result == CUDA_SUCCESS && i < count; i++, to += PCC_PROOF_BYTES) {
+        const struct pcc_proof_block block = proof->blocks[i];
+        result = block.length_bytes <= PCC_PROOF_BYTES
+                     ? device->gpu.cuda->copy_to_host(to, block.address, block.length_bytes,
+                                                      device->load)
+                     : CUDA_ERROR_INVALID_VALUE;
+    }
+    if (result == CUDA_SUCCESS)
+        result = device->gpu.cuda->event_record(device->loaded, device->load);
+    return pcc_client_gpu_code(device, result);
+}
+
+int pcc_client_prove(struct pcc_client *client)
+{
+    const struct pcc_proof *proof = &client->view.page->proof;
+    struct pcc_client_device *device = client->proving;
+
+    if (device == NULL) {
+        /* Acquire pairs with the daemon's release. */
+        const uint64_t asked = PCC_READ_ACQUIRE(&proof->asked);
+        if (asked == client->asked)
+            return 0;
+        client->asked = asked;
+        device = pcc_client_device(client, proof->device);
+        const int error =
+            device == NULL || device->page == 0 ? -PCC_E_DEVICE : blocks_copy(client, device);
+        client->proving = device;
+        client->polling = true;
+        if (error != 0)
+            answer(client, error);
+        return 1;
+    }
+    PCC_CLIENT_GPU(gpu, device);
+    const CUresult result =
+        gpu.error == 0 ? device->gpu.cuda->event_query(device->loaded) : CUDA_SUCCESS;
+    client->polling = client->polling || result == CUDA_ERROR_NOT_READY;
+    if (result == CUDA_ERROR_NOT_READY)
+        return 0;
+    answer(client, gpu.error != 0 ? gpu.error : pcc_client_gpu_code(device, result));
+    return 1;
 }

@@ -232,6 +232,15 @@ enum hold_way {
     HOLD_WITHDRAW, /* it does not wait: from here on the snapshot is gone */
 };
 
+/* The daemon may ask what this GPU holds. The answer is copied by this process: with one hardware
+ * queue the copies would wait behind a stream that waits for the daemon. So the host waits, once
+ * for an exposure. */
+static bool is_to_prove(const struct pcc_client *client, uint64_t snapshot, uint32_t device)
+{
+    return PCC_READ(&client->view.page->proof.proven[device]) !=
+           pcc_page_request(&client->view, snapshot)->map;
+}
+
 /* With lock held. `staging`: for what overwrites what was staged. */
 static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                               bool staging, CUevent *event_out)
@@ -258,6 +267,8 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
     const bool by_word =
         (job->pulled >> device & 1) != 0 &&
         PCC_READ_ACQUIRE(&pcc_page_words(&client->view, snapshot, device)->done) < snapshot;
+    if (by_word && is_to_prove(client, snapshot, device))
+        return HOLD_LATER;
     if ((job->pushed >> device & 1) == 0)
         return by_word ? HOLD_WORD : HOLD_NOT;
     if (part->enqueued)

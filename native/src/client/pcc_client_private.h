@@ -165,7 +165,7 @@ struct pcc_client_device {
     CUstream copy;           /* push */
     CUstream side;           /* staging beside the training */
     CUstream load;           /* into device memory */
-    CUevent scratch, loaded; /* the second one is the thread's, for a moment */
+    CUevent scratch, loaded; /* the second one is the thread's, behind what is on `load` */
 
     struct pcc_staging *staging; /* these two under gpu_lock */
     bool unfenced;               /* a stream may use the page, and no event tells when it has */
@@ -256,6 +256,8 @@ struct pcc_client {
     uint32_t kept;                       /* jobs whose last chunk is */
     _Atomic uint32_t images;             /* jobs with an image; written under the lock */
     struct pcc_offer offers[PCC_OFFERS]; /* each with its row of the page's checksum table */
+    uint64_t asked;                      /* the newest question of the daemon's that was taken */
+    struct pcc_client_device *proving;   /* its GPU copies the answer; NULL: none is under way */
     bool polling;                        /* something of a GPU is to be asked for soon */
     struct pcc_crew crew;                /* shares the blocks of a chunk with the thread */
 };
@@ -426,6 +428,9 @@ void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *fi
 
 /* -- pcc_client_expose.c -- */
 void pcc_client_exposure_free(struct pcc_client *client);
+/* By the thread: answers the daemon's question what the GPU's memory holds (struct pcc_proof). 1
+ * when something was done. */
+int pcc_client_prove(struct pcc_client *client);
 
 /* -- pcc_client_order.c -- */
 /* With lock held: true when the daemon has read its part, or never will. */

@@ -194,7 +194,8 @@ void *pcc_client_run(void *argument)
         const int retired = worked < 0 ? -1 : pcc_client_retire(client); /* it adds to `polling` */
         if (retired < 0)
             break;
-        if (worked > 0 || retired > 0) {
+        const int proved = pcc_client_prove(client); /* and so does this */
+        if (worked > 0 || retired > 0 || proved > 0) {
             poll_ns = POLL_NS_MIN;
             continue;
         }

@@ -44,10 +44,12 @@ struct pcc_source {                   /* guarded by the tenant's lock */
     uint64_t from_bytes, to_bytes;    /* its stretch of the payload: whole chunks, or the end */
     uint32_t parts, read;             /* a bit for each part that counts if its owner lived after */
     uint32_t asked, judged;           /* of those: the owner was asked; it has answered */
-    bool deferred;   /* pull: nothing is read before its owner wants it, or has ended */
-    uint32_t users;  /* threads at work: meanwhile the save's entry is not reused */
-    uint32_t wanted; /* pieces that have not come; of push and kept */
-    union {          /* what is read */
+    uint32_t proven;                  /* pull: parts that may be read: their owner can read them */
+    struct pcc_tenant_map *map; /* pull: what is read; while a part is unproven, or under way */
+    bool deferred;              /* pull: nothing is read before its owner wants it, or has ended */
+    uint32_t users;             /* threads at work: meanwhile the save's entry is not reused */
+    uint32_t wanted;            /* pieces that have not come; of push and kept */
+    union {                     /* what is read */
         struct pcc_tenant_part *pulled; /* a part for each GPU, before anything is wanted */
         uint32_t kept_place;            /* where the state memfd has the save */
     };

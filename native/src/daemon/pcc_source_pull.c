@@ -58,13 +58,16 @@ static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return PCC_GPU_NO_MORE;
     }
+    const bool proven = (part->source->proven >> part->device & 1u) != 0;
     if (!part->ready) {
         _Atomic uint64_t *ready =
             &pcc_page_words(&tenant->view, save->snapshot, part->device)->ready;
         /* Acquire pairs with the stream's write, which is behind a fence for the whole system. */
         part->ready = PCC_READ_ACQUIRE(ready) >= save->snapshot;
+        if (part->ready && !proven)
+            pcc_bell_ring(&tenant->view.page->daemon_bell); /* the drain thread asks for proof */
     }
-    return part->ready ? PCC_GPU_PIECE : PCC_GPU_NOTHING_NOW;
+    return part->ready && proven ? PCC_GPU_PIECE : PCC_GPU_NOTHING_NOW;
 }
 
 /* With the lock held: the next chunk of the payload, and a chunk of memory for it. */
@@ -327,12 +330,16 @@ static int begin(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t 
         return -PCC_E_BAD_HANDLE;
     if (has_lost(map))
         return -PCC_E_DEVICE_LOST;
+    if ((map->view.devices & tenant->pull.distrusted) != 0)
+        return -PCC_E_OTHER_MEMORY;
     /* What follows the device part is the client's, the tree always. */
     const uint64_t device_bytes = map->view.head.device_bytes;
     if (device_bytes > request->tree_offset_bytes || device_bytes > request->payload_bytes)
         return -EINVAL;
     source->to_bytes = device_bytes;
     source->parts = map->view.devices;
+    source->proven = map->proven;
+    source->map = map;
     return parts_make(tenant, source, map);
 }
 
@@ -436,6 +443,10 @@ bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
     /* The client's own part did not come; or memory is short, and nothing would free it. */
     if (save->received + left != save->chunk_count || chunks_in_reach(tenant) < left)
         return false;
+    /* Nobody is left to show that it was the trainer's memory. */
+    if ((source->parts & ~source->map->proven) != 0)
+        return false;
+    source->proven = source->parts;
     pcc_pull_start(tenant, save);
     while (source->users > 0 && !save->aborted &&
            pcc_condition_wait(&tenant->pull.part_ended, &tenant->lock, deadline_ns))
@@ -500,6 +511,7 @@ static void leave(struct pcc_tenant *tenant)
     if (tenant->gpus == NULL)
         return;
     pcc_tenant_lock(tenant);
+    pcc_tenant_proof_drop(tenant);
     pcc_tenant_map_put(tenant, tenant->pull.map);
     tenant->pull.map = NULL;
     uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;

@@ -224,6 +224,7 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->socket_fd = socket_copy;
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
+    tenant->pull.distrusted = 0;
     PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);

@@ -167,8 +167,9 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
  * tenant's memory, and reads the probe back. `descriptors` are those of the runs that the previous
  * map lacks; the caller closes them. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER,
  * -PCC_E_BAD_HANDLE (a handle that does not open, or means something else here; another number of
- * descriptors), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; after an error the previous
- * map is gone, too. `reason` gets words. */
+ * descriptors), -PCC_E_OTHER_MEMORY (a proof has failed in this session), -PCC_E_DEVICE,
+ * -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; after an error the previous map is gone, too. `reason`
+ * gets words. */
 struct pcc_descriptors {
     const int *fds;
     uint64_t count;

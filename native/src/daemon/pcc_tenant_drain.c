@@ -311,9 +311,12 @@ void *pcc_tenant_drain_run(void *argument)
         const bool stopping = PCC_READ_ACQUIRE(&tenant->stopping);
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
-        const bool pressed = !stopping && pcc_tenant_queue_run(tenant);
+        bool pressed = !stopping && pcc_tenant_queue_run(tenant);
         moved = sources_judge(tenant) || moved;
-        pcc_tenant_maps_close(tenant); /* here, and not in the threads that fill chunks: it waits */
+        /* Here, and not in the threads that fill chunks: both may wait. */
+        moved = (!stopping && pcc_tenant_prove(tenant)) || moved;
+        pressed = pressed || tenant->pull.proof.waits;
+        pcc_tenant_maps_close(tenant);
         if (stopping)
             return NULL;
         if (moved) {
@@ -408,7 +411,7 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
         .reason = {.cause = causes[result->end],
                    .stage = (uint16_t)result->stage,
                    .error = result->error,
-                   .argument = geteuid()},
+                   .argument = result->error == -PCC_E_OTHER_MEMORY ? save->device : geteuid()},
     };
 
     pcc_tenant_outcome(tenant, save->snapshot, &end);

@@ -14,6 +14,7 @@
 #include "daemon/pcc_tenant.h"
 #include "gpu/pcc_gpu.h"
 #include "shared/pcc_exposure.h"
+#include "shared/pcc_proof.h"
 #include "shared/pcc_ring.h"
 
 /* N of every volume, and 64 ended saves that messages may still name. */
@@ -86,6 +87,7 @@ struct pcc_tenant_save {
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
     int abort_error;       /* why */
+    uint32_t device;       /* of OTHER_MEMORY */
     bool writing;          /* its first chunk has gone to the disk */
     bool silent;           /* its owner knows how it ended: no event */
     bool wanted;           /* it is parked, and WANTED was reported */
@@ -103,6 +105,7 @@ struct pcc_tenant_import { /* an allocation of the trainer's, mapped here; share
     uint64_t length_bytes; /* as the driver says */
     uint32_t pieces;       /* that are mapped side by side; 0: the handle was opened */
     uint32_t holders;      /* maps */
+    bool proven;           /* of a handle: the trainer reads what we read; the drain thread's own */
 };
 
 struct pcc_tenant_map { /* one exposure, opened */
@@ -110,12 +113,28 @@ struct pcc_tenant_map { /* one exposure, opened */
     struct pcc_exposure_view view;
     struct pcc_gpu *gpus[PCC_DEVICES];
     struct pcc_tenant_import **imports; /* by allocation */
+    uint32_t proven;  /* bits: GPUs whose part is the trainer's, for all snapshots to come */
     uint32_t holders; /* being the one exposed last, and each save that is pulled through it */
     bool left_behind;
     struct pcc_tenant_map *next;
 };
 
 struct pcc_tenant_part; /* of a save, on one GPU: pcc_source_pull.c */
+
+struct pcc_tenant_proof { /* that is under way; but for what is said, the drain thread's own */
+    struct pcc_tenant_map *map; /* held; NULL: there is none */
+    uint64_t tag;               /* of the save that waits for it */
+    uint32_t device;
+    uint32_t count;
+    struct pcc_proof_place *places;
+    uint8_t *bytes;    /* of these, as we read them: PCC_PROOF_BYTES for each */
+    uint32_t next;     /* the first place of the question */
+    uint32_t asked;    /* how many it names */
+    uint32_t tries;    /* questions about these that had a wrong answer */
+    uint64_t question; /* its number, in this session */
+    uint64_t deadline_ns;
+    bool waits; /* a deferred save is to be asked about when its stream has come to it */
+};
 
 struct pcc_tenant_pull {
     pthread_cond_t part_ended;
@@ -132,6 +151,8 @@ struct pcc_tenant_pull {
     uint32_t pieces;
     uint32_t maps;      /* that are not closed */
     uint64_t mapped_ns; /* until then there was one */
+    struct pcc_tenant_proof proof;
+    uint32_t distrusted; /* bits: GPUs that are not pulled any more in this session */
 };
 
 struct pcc_tenant_binding {
@@ -346,7 +367,7 @@ void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *
  * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
  * follows. Codes of pcc_save_begin; -ENODEV without a volume, or when its file is lost;
  * -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map is not the one
- * exposed last. */
+ * exposed last; -PCC_E_OTHER_MEMORY when a proof has failed on a GPU of the map. */
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
 /* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
 PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
@@ -414,6 +435,11 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
+/* The drain thread, without locks: has the client show that it reads what is to be pulled for the
+ * first time. True when something was done. */
+bool pcc_tenant_prove(struct pcc_tenant *tenant);
+/* With the lock held, the drain thread has ended. */
+void pcc_tenant_proof_drop(struct pcc_tenant *tenant);
 
 /* -- pcc_source_pull.c; with the lock held, a session attached -- */
 /* The word of the snapshot is final: the streams of all GPUs may continue. */

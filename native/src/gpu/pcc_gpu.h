@@ -24,7 +24,7 @@ struct pcc_gpu_job;
 
 struct pcc_gpu_copy {
     CUdeviceptr from;
-    void *to; /* pinned */
+    void *to; /* pinned, for a copier */
     uint64_t length_bytes;
 };
 
@@ -83,7 +83,7 @@ struct pcc_gpu {
     _Atomic uint64_t copied_bytes, copies, failures;
     struct pcc_gpu *left_behind; /* the next one */
 
-    pthread_mutex_t reading; /* one probe at a time */
+    pthread_mutex_t reading; /* one probe or proof at a time */
     CUstream side;           /* for them */
     uint8_t *landing;        /* pinned; where they land */
     bool landing_pinned;
@@ -106,7 +106,7 @@ struct pcc_gpu {
 };
 
 /* -- pcc_gpus.c; any thread -- */
-#define PCC_GPU_LANDING_BYTES 4096u
+#define PCC_GPU_LANDING_BYTES 65536u
 
 /* The GPU with that UUID, readied for its first user: context, streams, copier. The caller is a
  * user of it from now on. -ENODEV, -EBUSY (it admits one process only), -PCC_E_DEVICE_LOST,
@@ -137,8 +137,10 @@ PCC_MUST_CHECK int pcc_gpu_map(struct pcc_gpu *gpu, const int *fds, uint32_t cou
 void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address);
 void pcc_gpu_unmap(struct pcc_gpu *gpu, CUdeviceptr address, uint32_t count, uint64_t piece_bytes);
 PCC_MUST_CHECK int pcc_gpu_unpin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);
-/* Reads up to PCC_GPU_LANDING_BYTES of device memory beside the copier; bounded. */
-PCC_MUST_CHECK int pcc_gpu_read(struct pcc_gpu *gpu, CUdeviceptr from, void *out, size_t length);
+/* Reads up to PCC_GPU_LANDING_BYTES of device memory in all, beside the copier and into any memory;
+ * bounded. */
+PCC_MUST_CHECK int pcc_gpu_read(struct pcc_gpu *gpu, const struct pcc_gpu_copy *copies,
+                                uint32_t count);
 PCC_MUST_CHECK int pcc_gpu_pin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);
 
 static inline bool pcc_gpu_is_lost(const struct pcc_gpu *gpu)

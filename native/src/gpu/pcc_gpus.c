@@ -338,15 +338,20 @@ void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address)
     pcc_gpu_leave(&gpu->device);
 }
 
-static int read_side(struct pcc_gpu *gpu, CUdeviceptr from, size_t length)
+/* Into `landing`, one behind the other. */
+static int read_side(struct pcc_gpu *gpu, const struct pcc_gpu_copy *copies, uint32_t count)
 {
     const struct pcc_cuda *cuda = gpu->device.cuda;
     const uint64_t deadline_ns = pcc_now_ns() + READ_LIMIT_NS;
+    uint8_t *to = gpu->landing;
     CUresult result = cuda->stream_query(gpu->side);
 
     /* Not ready: an earlier read that took too long is still under way, and writes to `landing`. */
-    if (result == CUDA_SUCCESS)
-        result = cuda->copy_to_host(gpu->landing, from, length, gpu->side);
+    for (uint32_t i = 0; result == CUDA_SUCCESS && i < count; i++) {
+        PCC_ASSERT(to + copies[i].length_bytes <= gpu->landing + PCC_GPU_LANDING_BYTES);
+        result = cuda->copy_to_host(to, copies[i].from, copies[i].length_bytes, gpu->side);
+        to += copies[i].length_bytes;
+    }
     if (result == CUDA_SUCCESS)
         result = cuda->stream_query(gpu->side);
     while (result == CUDA_ERROR_NOT_READY && pcc_now_ns() < deadline_ns) {
@@ -356,16 +361,17 @@ static int read_side(struct pcc_gpu *gpu, CUdeviceptr from, size_t length)
     return pcc_gpu_code(gpu, result);
 }
 
-int pcc_gpu_read(struct pcc_gpu *gpu, CUdeviceptr from, void *out, size_t length)
+int pcc_gpu_read(struct pcc_gpu *gpu, const struct pcc_gpu_copy *copies, uint32_t count)
 {
-    PCC_ASSERT(length <= PCC_GPU_LANDING_BYTES);
+    const uint8_t *from = gpu->landing;
+
     PCC_LOCKED(&gpu->reading);
     int error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : pcc_gpu_enter(&gpu->device);
     if (error != 0)
         return error;
-    error = read_side(gpu, from, length);
-    if (error == 0)
-        memcpy(out, gpu->landing, length);
+    error = read_side(gpu, copies, count);
+    for (uint32_t i = 0; error == 0 && i < count; from += copies[i++].length_bytes)
+        memcpy(copies[i].to, from, copies[i].length_bytes);
     pcc_gpu_leave(&gpu->device);
     return error;
 }

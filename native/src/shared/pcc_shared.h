@@ -222,6 +222,29 @@ static inline uint64_t pcc_offered_end(uint64_t offered_bytes, uint64_t payload_
     return (offered_bytes < most ? offered_bytes : most) / chunk_bytes * chunk_bytes;
 }
 
+/* Pull: before bytes of an exposure get into chunks, which the client sees, the client shows that
+ * it reads the same as the daemon does: blocks that the daemon has chosen and read, one of every
+ * allocation and piece. The daemon fills in device, count and blocks, and then `asked`. The client
+ * has its GPU copy the blocks into `bytes`, stores `result`, and then `answered` = `asked`. */
+#define PCC_PROOF_BLOCKS 64u
+#define PCC_PROOF_BYTES 256u /* of a block; it may be shorter */
+struct pcc_proof_block {
+    uint64_t address; /* in the client */
+    uint32_t length_bytes;
+    uint32_t reserved;
+};
+struct pcc_proof {
+    _Alignas(64) _Atomic uint64_t asked; /* questions so far */
+    uint32_t device;                     /* of the question */
+    uint32_t count;
+    struct pcc_proof_block blocks[PCC_PROOF_BLOCKS];
+    /* By the daemon: the newest exposure by which it asks no more about a GPU. */
+    _Atomic uint64_t proven[PCC_DEVICES];
+    _Alignas(64) _Atomic uint64_t answered; /* by the client, what follows, too */
+    int32_t result;
+    uint8_t bytes[PCC_PROOF_BLOCKS][PCC_PROOF_BYTES];
+};
+
 struct pcc_page {
     uint64_t magic;
     uint32_t version;
@@ -245,7 +268,9 @@ struct pcc_page {
     _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];
     _Alignas(64) struct pcc_device_words devices[PCC_SNAPSHOTS][PCC_DEVICES];
     _Alignas(64) struct pcc_request requests[PCC_SNAPSHOTS]; /* snapshot s uses block s % 64 */
+    struct pcc_proof proof;
 };
+_Static_assert(sizeof(struct pcc_page) <= 65536, "what GPUs see of the page");
 
 /* Segments come over the link, a socket (SOCK_SEQPACKET) that carries nothing else: a packet and a
  * descriptor each, daemon to client.
@@ -275,7 +300,7 @@ struct pcc_grant {
  * Ranges ascend by payload offset and do not overlap; every chunk holds some, of one GPU only; the
  * parts of a chunk that no range fills are zeros. Payload [0, device_bytes), a multiple of the
  * chunk size, is the daemon's to fill, what follows is the client's. */
-#define PCC_EXPOSURE_MAGIC 0x3150584547434350ull /* "PCCGEXP1" */
+#define PCC_EXPOSURE_MAGIC 0x3250584547434350ull /* "PCCGEXP2" */
 #define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
 #define PCC_EXPOSED_RANGES_MAX 262144u
 #define PCC_EXPOSURE_BYTES_MAX (16u << 20)
@@ -313,10 +338,11 @@ struct pcc_exposed_allocation {
     uint8_t uuid[16];   /* of the GPU */
     uint64_t length_bytes;
     uint64_t buffer_id; /* the exporter's name for it; with the handle it is never used again */
+    uint64_t address;   /* where the exporter has it, for proofs */
     uint32_t device;    /* index of the words: the exporter's CUDA ordinal */
     uint32_t pieces;    /* 0: the handle opens it */
 };
-_Static_assert(sizeof(struct pcc_exposed_allocation) == 104, "exposed allocation");
+_Static_assert(sizeof(struct pcc_exposed_allocation) == 112, "exposed allocation");
 
 struct pcc_exposed_range {
     uint32_t allocation;

@@ -12,6 +12,7 @@ from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
 from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import E_BAD_HANDLE, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose, Lend
 from tests.support.fakelink import FakeConnection
@@ -178,7 +179,7 @@ def test_the_daemon_keeps_runs_only_of_an_exposure_that_it_took() -> None:
     connection, exposure = automatic()
     exposure.prepare(part())
     exposure.prepare(part(1 << 41))
-    exposure.broke()
+    exposure.broke(Why())
     exposure.prepare(part(1 << 41))
     connection.refusal = RefusedError("no", retryable=True)
     exposure.prepare(part(1 << 42))
@@ -285,7 +286,7 @@ def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
     connection, exposure = automatic()
     for number in range(1, 6):
         assert exposure.prepare(part()).map == number
-        exposure.broke()
+        exposure.broke(Why())
     connection.refusal = RefusedError("the GPU driver failed")
     assert exposure.prepare(part()).map == 0
     assert chosen(connection)[-1] == ("push", "the GPU driver failed")
@@ -300,7 +301,7 @@ def test_what_waits_for_a_slot_keeps_its_exposure() -> None:
     assert connection.exposed() == [1]
     assert chosen(connection) == [("pull", "")]
     assert exposure.prepare(part(1 << 41)).map == 2
-    exposure.broke()
+    exposure.broke(Why())
     assert exposure.prepare(part(1 << 41), queued=True).map == 0
     connection.refusal = RefusedError("another uid")
     assert exposure.prepare(part(1 << 42)).map == 0
