@@ -110,9 +110,10 @@ static void test_questions(void)
     struct stream stream;
     CUdeviceptr memory = gpu_alloc(0, CHUNK);
 
-    for (uint32_t i = 0; i < CHUNK; i++)
-        at(memory)[i] = (uint8_t)(i * 7 + i / 256);
     open_one(&d, &stream);
+    for (uint32_t i = 0; i < CHUNK / 256; i++)
+        stream_fill(&stream, memory + i * 256, (uint8_t)i, 256);
+    UNTIL(stream_idle(&stream));
     CHECK(shows(&d, 0, 1, memory + CHUNK - 200, 200));
     pull(&d, 1, &stream, false);
     admit(&d, 1);
@@ -139,7 +140,8 @@ static void test_the_host_waits_before_a_proof(void)
 
     open_one(&d, &stream);
     set(&control->one_queue, 1);
-    memset(at(memory), 9, CHUNK);
+    stream_fill(&stream, memory, 9, CHUNK);
+    UNTIL(stream_idle(&stream));
     for (uint64_t snapshot = 1; snapshot <= 3; snapshot++) {
         pull(&d, snapshot, &stream, false);
         pcc_page_request(&d.view, snapshot)->map = 5;

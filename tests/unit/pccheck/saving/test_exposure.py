@@ -152,6 +152,33 @@ def test_what_cannot_be_shared_is_laid_out_apart_and_pushed() -> None:
     assert "neither" in chosen(connection)[-1][1]
 
 
+def test_memory_that_the_daemon_sees_otherwise_is_pushed() -> None:
+    """Of that GPU alone, if there is another one."""
+    connection, exposure = automatic()
+    views = [view(1 << 40, 512, 0), view(2 << 40, 512, 1)]
+
+    def laid_out() -> DevicePart:
+        made = lay_out(views, Shape(4096, pushed=exposure.pushed)).device
+        assert made
+        return made
+
+    assert exposure.prepare(laid_out()).map == 1
+    exposure.broke(Why(stage="copy", code="DEVICE", argument=1))
+    assert not exposure.pushed
+    assert exposure.prepare(laid_out()).map == 2
+    exposure.broke(Why(stage="copy", code="OTHER_MEMORY", argument=1))
+    assert exposure.pushed == {2 << 40}
+    handover = exposure.prepare(laid_out())
+    assert handover.map == 3 and handover.sources()[1:] == (4096, 1)
+    why = "512 B of GPU memory that pccheckd sees otherwise than this process are pushed"
+    assert chosen(connection)[-1] == ("pull", why)
+    exposure.broke(Why(stage="copy", code="OTHER_MEMORY", argument=0))  # the daemon refuses it
+    assert exposure.pushed == {2 << 40}
+    connection.refusal = RefusedError("GPU 0")
+    assert exposure.prepare(laid_out()).map == 0
+    assert chosen(connection)[-1] == ("push", "GPU 0")
+
+
 @pytest.mark.parametrize("code", ["DEVICE", "DEVICE_LOST"])
 def test_only_memory_that_cannot_be_shared_is_refused_for_good(code: str) -> None:
     connection, exposure = automatic()

@@ -1,0 +1,36 @@
+"""A driver that maps other memory for the daemon than the trainer has: nothing wrong is saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import fakegpu
+from tests.support.gpunode import Node
+from tests.support.gputrainer import Part
+
+pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="a card's driver does not lie")
+#: Each in an allocation of its own, of one length, for which the driver's lie exchanges them.
+PARTS = (Part(2_700_000), Part(2_700_000))
+
+
+@pytest.mark.parametrize("snapshot", ["overlap", "blocking"])
+def test_a_handle_that_opens_other_memory(snapshot: str) -> None:
+    with Node("--dram", "128MiB", lie="other") as node:
+        trainer = node.start().connect(PARTS, snapshot=snapshot)
+        assert node.transfer()[0] == "pull"
+        trainer.step()
+        handle = trainer.checkpoint()
+        trainer.step()
+        assert trainer.ended(handle) == "failed"
+        assert "pccheckd reads other bytes" in trainer.reason(handle)
+        assert "doctor --gpu" in trainer.reason(handle)
+        for _ in range(2):
+            handle = trainer.checkpoint()
+            trainer.step()
+            assert trainer.wait_durable(handle) == "durable"
+        found = trainer.recover()
+        assert (found["step"], found["wrong"]) == (3, "")
+        transfer, reason = node.transfer()
+        assert transfer == "push" and "in the memory of GPU 0" in reason
+        assert "pccheckd reads other bytes in GPU memory" in node.daemon.log.read_text()
+        assert trainer.check(4) == ""
