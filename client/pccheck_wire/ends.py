@@ -168,6 +168,11 @@ _BY_CODE = {
     ("copy", "BAD_HANDLE"): _HANDLE,
     ("copy", "DEVICE_LOST"): _GPU_LOST,
     ("copy", "OTHER_MEMORY"): _OTHER_MEMORY,
+    ("copy", "OTHER_BYTES"): (
+        "other bytes were copied from the GPU than the trainer had there",
+        "a tensor that nothing guards was changed during the copy; otherwise the driver is to "
+        "blame: report its version, and use transfer='push'",
+    ),
     ("copy", "ETIMEDOUT"): (
         "the trainer did not show in time that it can read the GPU memory that it shares",
         "look whether the trainer is stopped, or its GPU hangs",

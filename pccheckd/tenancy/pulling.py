@@ -15,7 +15,7 @@ from pccheckd.core.descriptors import Lot
 from .binding import Binding
 from .checkpoint import RankCheckpoint
 
-_AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
+_AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE", "OTHER_BYTES"})
 
 
 class Pulling:

@@ -166,6 +166,69 @@ static void test_the_host_waits_before_a_proof(void)
     gpu_free(0, memory);
 }
 
+/* The byte of the payload at `offset`: of the ranges of test_samples. */
+static uint8_t byte_at(uint64_t offset)
+{
+    return offset < 3000 ? 1 : offset < 2 * CHUNK ? 2 : 3;
+}
+
+/* Before `ready` the stream copies some bytes of each GPU for the daemon to compare: what is there
+ * in stream order, at random places and at ends of chunks. */
+static void test_samples(void)
+{
+    struct daemon d;
+    struct stream streams[2];
+    const CUdeviceptr a = gpu_alloc(0, 4 * CHUNK), b = gpu_alloc(1, CHUNK);
+    const struct pcc_device_range ranges[] = {on_gpu(0, a + 100, 0, 3000),
+                                              on_gpu(0, a + CHUNK, 4096, 2 * CHUNK - 4096),
+                                              on_gpu(1, b, 2 * CHUNK, 40)};
+    uint32_t ends = 0, others = 0;
+    uint64_t length;
+    uint8_t *bytes;
+
+    daemon_open_gpu(&d, 4, &streams[0], 0);
+    CHECK(pcc_client_device_open(d.client, 1) == 0);
+    stream_open(&streams[1], 1);
+    pull(&d, 1, &streams[0], false); /* nothing is exposed */
+    CHECK_EQUAL(pcc_page_samples(&d.view, 1)[0].length_bytes, 0);
+    CHECK(pcc_client_expose(d.client, ranges, 3, 3 * CHUNK, false, &bytes, &length) == 0);
+    free(bytes);
+    for (uint64_t snapshot = 2; snapshot < 20; snapshot++) {
+        CHECK(pcc_client_request(d.client, snapshot) == 0);
+        for (uint32_t gpu = 0; gpu < 2; gpu++) {
+            stream_block(&streams[gpu]);
+            stream_fill(&streams[gpu], gpu ? b : a, gpu ? 3 : 1, CHUNK);
+            if (gpu == 0)
+                stream_fill(&streams[0], a + CHUNK, 2, 2 * CHUNK);
+            CHECK(pcc_client_mark(d.client, snapshot, gpu, handle(&streams[gpu]), true, false) ==
+                  0);
+            stream_fill(&streams[gpu], gpu ? b : a, 9, CHUNK); /* the next step */
+            atomic_store(&streams[gpu].blocked, false);
+            UNTIL(atomic_load(&words(&d, snapshot, gpu)->ready) == snapshot);
+        }
+        for (uint32_t i = 0; i < PCC_SAMPLES; i++) {
+            const struct pcc_sample *sample = &pcc_page_samples(&d.view, snapshot)[i];
+            const uint64_t end = sample->offset_bytes + sample->length_bytes;
+            CHECK(sample->length_bytes > 0 && sample->length_bytes <= PCC_SAMPLE_BYTES);
+            CHECK((sample->offset_bytes >= 2 * CHUNK) == (i >= PCC_SAMPLES / 2));
+            CHECK(sample->offset_bytes / CHUNK == (end - 1) / CHUNK);
+            CHECK(end <= 3000 || (sample->offset_bytes >= 4096 && end <= 2 * CHUNK + 40));
+            CHECK(all(sample->bytes, sample->length_bytes, byte_at(sample->offset_bytes)));
+            ends += end == CHUNK || end == 2 * CHUNK;
+            others += i < PCC_SAMPLES / 2 && end % CHUNK != 0;
+        }
+        CHECK(pcc_client_abandon(d.client, snapshot));
+    }
+    CHECK(ends > 18 && others > 36);
+    CHECK(pcc_client_request(d.client, 2 + PCC_SNAPSHOTS) == 0);
+    CHECK_EQUAL(pcc_page_samples(&d.view, 2)[3].length_bytes, 0);
+    CHECK(pcc_client_abandon(d.client, 1));
+    stream_close(&streams[1]);
+    daemon_close_gpu(&d, &streams[0]);
+    gpu_free(0, a);
+    gpu_free(1, b);
+}
+
 static void *launch(void *argument)
 {
     const struct stream *stream = argument;
@@ -478,6 +541,7 @@ int main(void)
     RUN(test_no_stream_of_ours_waits);
     RUN(test_questions);
     RUN(test_the_host_waits_before_a_proof);
+    RUN(test_samples);
     RUN(test_a_driver_that_is_locked);
     RUN(test_withdrawing);
     RUN(test_deadline);

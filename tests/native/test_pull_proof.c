@@ -358,6 +358,65 @@ static void test_counters(void)
     pull_close(&p);
 }
 
+/* What is pulled has to be what the trainer's stream had there; or the trainer has let go of it.
+ * What is no sample is ignored. */
+static void test_samples(void)
+{
+    static const struct {
+        uint64_t offset_bytes;
+        uint32_t length_bytes;
+        bool wrong, abandoned;
+        int error;
+    } cases[] = {
+        {2 * CHUNK - 64, 64, false, false, 0},
+        {2 * CHUNK - 64, 64, true, false, -PCC_E_OTHER_BYTES},
+        {300, 1, true, false, -PCC_E_OTHER_BYTES},
+        {300, 1, true, true, -PCC_E_ABORTED},
+        {300, 65, true, false, 0},
+        {2 * CHUNK - 63, 64, true, false, 0}, /* of two chunks */
+        {UINT64_MAX - 20, 64, true, false, 0},
+        {4 * CHUNK, 8, true, false, 0},
+        {300, 0, true, false, 0},
+    };
+    uint64_t sequence;
+    struct pull p;
+
+    pull_open(&p, 24 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        const uint64_t snapshot = i + 1;
+        struct pcc_sample *sample = &pcc_page_samples(&p.f.page, snapshot)[i % PCC_SAMPLES];
+        fill(&p, snapshot);
+        CHECK(admit(&p, snapshot, &sequence) == 0);
+        sample->offset_bytes = cases[i].offset_bytes;
+        sample->length_bytes = cases[i].length_bytes;
+        if (cases[i].offset_bytes + 64 <= 2 * CHUNK)
+            memcpy(sample->bytes, p.memory[0].expected + 256 + cases[i].offset_bytes, 64);
+        sample
+            ->bytes[cases[i].wrong && cases[i].length_bytes ? cases[i].length_bytes % 64 / 2 : 0] ^=
+            cases[i].wrong;
+        if (cases[i].abandoned)
+            copies_hold(&p, 0);
+        ready_set(&p, snapshot, 0);
+        push_tree(&p, snapshot);
+        if (cases[i].abandoned) {
+            wait_for(&p.control->held_copies, 1);
+            CHECK(pcc_word_move(pcc_page_snapshot(&p.f.page, snapshot), snapshot, PCC_WORD_COPYING,
+                                PCC_WORD_ABANDONED));
+            copies_go_on(&p);
+        }
+        if (cases[i].error == 0) {
+            is_durable(&p, snapshot);
+        } else {
+            CHECK_EQUAL(end_of(&p, snapshot).error, cases[i].error);
+            CHECK(p.f.tenant->pull.distrusted == 0);
+        }
+        sample->length_bytes = 0;
+    }
+    pull_close(&p);
+}
+
 static const struct test tests[] = {
     {"test_questions", test_questions},
     {"test_many", test_many},
@@ -366,6 +425,7 @@ static const struct test tests[] = {
     {"test_no_answer", test_no_answer},
     {"test_memory_of_one_value", test_memory_of_one_value},
     {"test_counters", test_counters},
+    {"test_samples", test_samples},
 };
 
 int main(int argc, char **argv)

@@ -55,7 +55,8 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
     X(UNREADABLE, "the disk could not read it") /* whether it is whole is not known */             \
     X(REMOVED, "the file was removed or moved away while it was open")                             \
     X(REPLACED, "another file was put in the place of the open one")                               \
-    X(OTHER_MEMORY, "the trainer does not read there what the daemon reads")
+    X(OTHER_MEMORY, "the trainer does not read there what the daemon reads")                       \
+    X(OTHER_BYTES, "what was pulled is not what the trainer's stream had there")
 
 #define PCC_E_FIRST 10000
 enum {

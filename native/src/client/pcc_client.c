@@ -301,6 +301,8 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
     client->asking -= job->asking; /* abandoned before its message was sent */
     client->wanting -= job->wanting;
     job_reset(job, snapshot);
+    for (uint32_t i = 0; i < PCC_SAMPLES; i++)
+        pcc_page_samples(&client->view, snapshot)[i].length_bytes = 0;
     /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
      * word of an earlier snapshot, and that word is final. */
     PCC_WRITE_RELEASE(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED));

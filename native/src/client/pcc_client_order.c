@@ -4,6 +4,8 @@
  * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
  * again after it has enqueued the wait: either it sees the final word, or the process that makes
  * the word final stores `done` afterwards. */
+#include <sys/random.h>
+
 #include "client/pcc_client_private.h"
 
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)
@@ -114,6 +116,96 @@ static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t sna
            ((snapshot % PCC_SNAPSHOTS) * PCC_DEVICES + index) * sizeof(struct pcc_device_words);
 }
 
+/* -- samples: some bytes in stream order, for the daemon to compare with what it pulls -- */
+
+struct part { /* of the last exposure, on one GPU */
+    const struct pcc_device_range *ranges;
+    uint64_t count;
+    uint32_t first, share; /* of the samples */
+};
+
+/* With gpu_lock held: the GPU's ranges, which lie side by side, and its share. */
+static struct part part_of(const struct pcc_client *client, uint32_t device)
+{
+    struct part part = {0};
+    uint32_t devices = 0;
+
+    for (uint64_t i = 0; i < client->range_count; i++) {
+        const struct pcc_device_range *range = &client->ranges[i];
+        const bool starts = i == 0 || range->device != client->ranges[i - 1].device;
+        if (starts && range->device == device) {
+            part.ranges = range;
+            part.first = devices;
+        }
+        part.count += range->device == device;
+        devices += starts;
+    }
+    part.share = devices > 0 ? PCC_SAMPLES / devices : 0;
+    part.first *= part.share;
+    return part;
+}
+
+/* The last range that begins at `offset_bytes` or before. */
+static const struct pcc_device_range *range_at(const struct part *part, uint64_t offset_bytes)
+{
+    uint64_t low = 0, high = part->count;
+
+    while (high - low > 1) {
+        const uint64_t middle = low + (high - low) / 2;
+        if (part->ranges[middle].offset_bytes <= offset_bytes)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &part->ranges[low];
+}
+
+/* At a random place, or where the copy ends that has this place: copies go wrong at their ends. */
+static CUdeviceptr sample_choose(const struct part *part, uint64_t dice, bool at_end,
+                                 uint64_t chunk_bytes, struct pcc_sample *out)
+{
+    const struct pcc_device_range *last = &part->ranges[part->count - 1];
+    const uint64_t start = part->ranges[0].offset_bytes;
+    uint64_t at = start + dice % (last->offset_bytes + last->length_bytes - start);
+    const struct pcc_device_range *range = range_at(part, at);
+    const uint64_t range_end = range->offset_bytes + range->length_bytes;
+
+    at = at < range_end ? at : range_end - 1;
+    const uint64_t chunk = at / chunk_bytes * chunk_bytes;
+    const uint64_t from = range->offset_bytes > chunk ? range->offset_bytes : chunk;
+    const uint64_t end = range_end < chunk + chunk_bytes ? range_end : chunk + chunk_bytes;
+    if (at_end)
+        at = end - from > PCC_SAMPLE_BYTES ? end - PCC_SAMPLE_BYTES : from;
+    out->offset_bytes = at;
+    out->length_bytes = (uint32_t)(end - at < PCC_SAMPLE_BYTES ? end - at : PCC_SAMPLE_BYTES);
+    return range->address + (at - range->offset_bytes);
+}
+
+/* Within PCC_CLIENT_GPU. */
+static CUresult samples_take(struct pcc_client *client, uint64_t snapshot, uint32_t index,
+                             CUstream stream)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    struct pcc_sample *samples = pcc_page_samples(&client->view, snapshot);
+    uint8_t *const mapped = (uint8_t *)device->page_at + offsetof(struct pcc_page, samples) +
+                            snapshot % PCC_SNAPSHOTS * sizeof(client->view.page->samples[0]);
+    uint64_t dice[PCC_SAMPLES];
+    CUresult result = CUDA_SUCCESS;
+
+    PCC_LOCKED(&client->gpu_lock);
+    const struct part part = part_of(client, index);
+    if (part.count == 0 || getrandom(dice, sizeof(dice), 0) != (ssize_t)sizeof(dice))
+        return CUDA_SUCCESS;
+    for (uint32_t i = part.first; result == CUDA_SUCCESS && i < part.first + part.share; i++) {
+        const CUdeviceptr from = sample_choose(&part, dice[i], i % 2 != 0,
+                                               client->view.geometry.chunk_bytes, &samples[i]);
+        result = device->gpu.cuda->copy_to_host(mapped + i * sizeof(*samples) +
+                                                    offsetof(struct pcc_sample, bytes),
+                                                from, samples[i].length_bytes, stream);
+    }
+    return result;
+}
+
 /* -- mark -- */
 
 /* Within PCC_CLIENT_GPU. */
@@ -132,9 +224,11 @@ static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t inde
             result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
         return result == CUDA_SUCCESS ? cuda->event_record(part->marked, stream) : result;
     }
-    result = cuda->stream_write_value(
-        stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
-        snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+    result = samples_take(client, snapshot, index, stream);
+    if (result == CUDA_SUCCESS)
+        result = cuda->stream_write_value(
+            stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
+            snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
     if (result == CUDA_SUCCESS) {
         result = record_behind(cuda, &part->marked, stream);
         if (result != CUDA_SUCCESS)

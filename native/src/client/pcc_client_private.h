@@ -238,7 +238,8 @@ struct pcc_client {
     pthread_mutex_t gpu_lock;
     struct pcc_exposed *exposed;
     struct pcc_extent *extents;
-    uint64_t exposed_count, extent_count;
+    struct pcc_device_range *ranges; /* of the last exposure */
+    uint64_t exposed_count, extent_count, range_count;
     uint64_t sending; /* the extent whose descriptor is the next */
     struct pcc_client_device devices[PCC_DEVICES];
     bool leaked; /* a GPU may still write to page or segments: they stay mapped */

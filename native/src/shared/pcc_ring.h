@@ -108,6 +108,12 @@ static inline void pcc_page_answer(struct pcc_page *page)
     pcc_bell_ring(&page->daemon_bell);
 }
 
+static inline struct pcc_sample *pcc_page_samples(const struct pcc_page_view *view,
+                                                  uint64_t snapshot)
+{
+    return view->page->samples[snapshot % PCC_SNAPSHOTS];
+}
+
 static inline uint64_t pcc_word(uint64_t snapshot, unsigned state)
 {
     return snapshot << 8 | state;

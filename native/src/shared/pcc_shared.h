@@ -245,6 +245,20 @@ struct pcc_proof {
     uint8_t bytes[PCC_PROOF_BLOCKS][PCC_PROOF_BYTES];
 };
 
+/* Pull: bytes of a snapshot's device part that the trainer's streams have copied before `ready`.
+ * What the daemon pulls has to be the same there, or the snapshot fails: the trainer has changed
+ * its memory meanwhile, or the driver does not do what it promises. The client chooses places;
+ * length 0: none. */
+#define PCC_SAMPLES 16u /* of a snapshot, on all its GPUs */
+#define PCC_SAMPLE_BYTES 64u
+struct pcc_sample {
+    uint64_t offset_bytes; /* within the payload; in one chunk */
+    uint32_t length_bytes;
+    uint32_t reserved;
+    uint8_t bytes[PCC_SAMPLE_BYTES];
+};
+_Static_assert(sizeof(struct pcc_sample) == 80, "sample");
+
 struct pcc_page {
     uint64_t magic;
     uint32_t version;
@@ -269,8 +283,8 @@ struct pcc_page {
     _Alignas(64) struct pcc_device_words devices[PCC_SNAPSHOTS][PCC_DEVICES];
     _Alignas(64) struct pcc_request requests[PCC_SNAPSHOTS]; /* snapshot s uses block s % 64 */
     struct pcc_proof proof;
+    _Alignas(64) struct pcc_sample samples[PCC_SNAPSHOTS][PCC_SAMPLES]; /* as the words */
 };
-_Static_assert(sizeof(struct pcc_page) <= 65536, "what GPUs see of the page");
 
 /* Segments come over the link, a socket (SOCK_SEQPACKET) that carries nothing else: a packet and a
  * descriptor each, daemon to client.
