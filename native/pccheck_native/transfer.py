@@ -10,7 +10,7 @@ reports its choice (`Chose`). In each table the first row that applies counts. N
 | the CUDA driver is missing, or does not answer yet | push | as for the driver |
 | the trainer has another uid than the daemon | push | no |
 | the driver failed several pulled copies of the session in a row | push | yes |
-| what was exposed cannot be opened or read | push | yes |
+| what was exposed cannot be opened or read, or lies on a GPU where a proof has failed | push | yes |
 
 | `chosen`, by the client | transfer | may pass |
 |---|---|---|

@@ -34,3 +34,22 @@ def test_a_handle_that_opens_other_memory(snapshot: str) -> None:
         assert transfer == "push" and "in the memory of GPU 0" in reason
         assert "pccheckd reads other bytes in GPU memory" in node.daemon.log.read_text()
         assert trainer.check(4) == ""
+
+
+def test_copies_that_bring_what_was_there_before() -> None:
+    with Node("--dram", "128MiB", lie="stale") as node:
+        trainer = node.start().connect(PARTS)
+        assert trainer.save() == "durable"
+        for _ in range(3):
+            trainer.step()
+            handle = trainer.checkpoint()
+            assert trainer.ended(handle) == "failed"
+            assert "other bytes were copied" in trainer.reason(handle)
+        for _ in range(2):
+            trainer.step()
+            handle = trainer.checkpoint()
+            assert trainer.wait_durable(handle) == "durable"
+        found = trainer.recover()
+        assert (found["step"], found["wrong"]) == (6, "")
+        transfer, reason = node.transfer()
+        assert transfer == "push" and "3 pulled copies in a row" in reason

@@ -218,6 +218,24 @@ static void test_memory_of_others(void)
     pull_close(&p);
 }
 
+/* A client frees what it has named, and knows what was there. */
+static void test_freed_memory(void)
+{
+    struct pull p;
+
+    pull_open(&p, 24 * CHUNK);
+    usual_layout(&p);
+    expose_unproven(&p);
+    (void)trainer_ask(&p.trainer,
+                      (struct order){.what = ORDER_FREE, .address = p.memory[1].address});
+    (void)pulled(&p, 1);
+    for (uint32_t i = 0; i < 3; i++)
+        answer_question(&p, false);
+    CHECK_EQUAL(end_of(&p, 1).error, -PCC_E_OTHER_MEMORY);
+    CHECK_EQUAL(pulled_bytes(&p), 0);
+    pull_close(&p);
+}
+
 /* One wrong answer may be a change of what lies between tensors; three may not. But what changes
  * after the trainer has let go of the snapshot says nothing. */
 static void test_wrong_answers(void)
@@ -421,6 +439,7 @@ static const struct test tests[] = {
     {"test_questions", test_questions},
     {"test_many", test_many},
     {"test_memory_of_others", test_memory_of_others},
+    {"test_freed_memory", test_freed_memory},
     {"test_wrong_answers", test_wrong_answers},
     {"test_no_answer", test_no_answer},
     {"test_memory_of_one_value", test_memory_of_one_value},
