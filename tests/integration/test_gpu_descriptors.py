@@ -38,6 +38,7 @@ def saves(trainer: GpuTrainer, steps: int = 3) -> None:
 
 #: Files that other work of the daemon opens meanwhile.
 FEW = 2
+SAMPLES = 16  # that the trainer copies of each checkpoint before the daemon reads it
 
 
 def open_files(node: Node) -> int:
@@ -80,7 +81,7 @@ def test_only_what_cannot_be_shared_is_pushed(node: Node) -> None:
     transfer, reason = node.transfer()
     assert transfer == "pull"
     assert "2.29 MiB of GPU memory that cannot be shared are pushed" in reason
-    assert trainer.faults.bytes_to_host - before[0] == 3 * 600_001 * 4
+    assert 0 <= trainer.faults.bytes_to_host - before[0] - 3 * 600_001 * 4 <= 3 * SAMPLES * 64
     assert node.faults.bytes_to_host - before[1] > 3 * 2 * 3_000_000 * 4  # its moment, too
     trainer.kill()
     again = node.connect(THREE_WAYS)
@@ -111,7 +112,7 @@ def test_an_update_waits_for_both_ways(node: Node, late: str) -> None:
     trainer.step()
     assert trainer.wait_durable(trainer.checkpoint()) == "durable"
     copied = other.bytes_to_host
-    held.hold_copies()
+    held.hold_copies(after=SAMPLES if late == "trainer" else 0)
     handle = trainer.checkpoint()
     step = trainer.step() - 1
     held.wait_for(lambda f: f.held_copies > 0)

@@ -83,17 +83,18 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(node: Node) -> None:
 
 @stand_in
 def test_without_the_gate_the_damage_is_seen(node: Node) -> None:
-    """Shows that the tests above can fail: the same with an update that has no gate and that torch
-    does not count."""
+    """The same with an update that has no gate and that torch does not count: what is pulled is not
+    what was sampled before."""
     trainer = node.ready(gate="manual")
-    node.faults.hold_copies(after=1)
+    node.faults.hold_copies()
     handle = trainer.checkpoint()
     trainer.update_unasked(counted=False)
     node.faults.wait_for(lambda f: f.held_copies > 0)
     trainer.synchronize()
     node.faults.release_copies()
-    assert trainer.wait_durable(handle) == "durable"
-    assert "off from step 2 by" in trainer.recover()["wrong"]
+    assert trainer.ended(handle) == "failed"
+    assert "other bytes were copied" in trainer.reason(handle)
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
 
 
 @stand_in

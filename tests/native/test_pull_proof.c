@@ -305,11 +305,11 @@ static void test_no_answer(void)
     pull_close(&p);
 }
 
-static void clear(struct pull *p, uint32_t number, uint64_t length)
+static void clear(struct pull *p, uint32_t number, uint64_t from, uint64_t length)
 {
-    memset(p->memory[number].expected, 0, length);
+    memset(p->memory[number].expected + from, 0, length);
     (void)trainer_ask(&p->trainer, (struct order){.what = ORDER_CLEAR,
-                                                  .address = p->memory[number].address,
+                                                  .address = p->memory[number].address + from,
                                                   .length = length});
 }
 
@@ -317,21 +317,21 @@ static void clear(struct pull *p, uint32_t number, uint64_t length)
  * has others anywhere shows them. */
 static void test_memory_of_one_value(void)
 {
-    static const uint32_t counts[] = {3, 1, 1};
+    static const uint32_t counts[] = {ALLOCATIONS_MAX, 1, 1};
+    const uint32_t last = ALLOCATIONS_MAX - 1;
     const uint8_t *bytes;
     struct pull p;
 
     pull_open(&p, 24 * CHUNK);
-    (void)allocate(&p, 0, CHUNK);
-    (void)allocate(&p, 0, 3 * CHUNK);
+    for (uint32_t i = 0; i <= last; i++) {
+        (void)allocate(&p, 0, CHUNK);
+        range_add(&p, i, 0, CHUNK, i * CHUNK);
+    }
+    p.device_bytes = ALLOCATIONS_MAX * CHUNK;
     fill(&p, 1);
-    (void)allocate(&p, 0, 100000);
-    clear(&p, 1, CHUNK);
-    clear(&p, 2, 100000);
-    range_add(&p, 0, 0, CHUNK, 0);
-    range_add(&p, 1, 0, 2 * CHUNK, CHUNK);
-    range_add(&p, 2, 0, CHUNK, 3 * CHUNK);
-    p.device_bytes = 4 * CHUNK;
+    for (uint32_t i = 1; i < last; i++)
+        clear(&p, i, 0, CHUNK / 8 * 3);
+    clear(&p, last, 0, CHUNK);
     expose_unproven(&p);
     for (uint64_t snapshot = 1; snapshot <= 3; snapshot++) {
         if (snapshot == 3)
@@ -341,7 +341,7 @@ static void test_memory_of_one_value(void)
         const struct pcc_proof *proof = proof_of(&p);
         CHECK_EQUAL(proof->count, counts[snapshot - 1]);
         for (uint32_t i = 0; i < proof->count; i++)
-            CHECK((memory_at(&p, proof->blocks[i].address, &bytes) == 2 && snapshot < 3) ==
+            CHECK((memory_at(&p, proof->blocks[i].address, &bytes) == last && snapshot < 3) ==
                   pcc_proof_is_plain(bytes, proof->blocks[i].length_bytes));
         answer_question(&p, false);
         is_durable(&p, snapshot);
@@ -353,27 +353,33 @@ static void test_memory_of_one_value(void)
     pull_close(&p);
 }
 
-/* Counters in staging memory are few bytes of one value. All of them are shown, and the probe. */
+/* Counters in staging memory are few bytes of one value. All of them are shown, and the probe,
+ * which is random: so they are not asked about again. More bytes are, and those beside another
+ * probe. */
 static void test_counters(void)
 {
-    struct pull p;
+    static const struct {
+        uint32_t length;
+        bool random, proven;
+    } cases[] = {{8, true, true}, {800, true, false}, {8, false, false}};
 
-    pull_open(&p, 24 * CHUNK);
-    (void)allocate(&p, 0, CHUNK);
-    fill(&p, 1);
-    range_add(&p, 0, 500, 8, 0);
-    p.device_bytes = CHUNK;
-    expose_unproven(&p);
-    (void)pulled(&p, 1);
-    answer_question(&p, false);
-    is_durable(&p, 1);
-    CHECK(atomic_load(&proof_of(&p)->proven[0]) == p.map);
-    p.ranges[0].length_bytes = 800; /* more of it is another matter */
-    expose_unproven(&p);
-    (void)pulled(&p, 2);
-    answer_question(&p, false);
-    is_durable(&p, 2);
-    pull_close(&p);
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct pull p;
+        pull_open(&p, 24 * CHUNK);
+        (void)allocate(&p, 0, CHUNK);
+        fill(&p, 1);
+        clear(&p, 0, 500, 800);
+        if (!cases[i].random)
+            clear(&p, 0, 64, 16);
+        range_add(&p, 0, 500, cases[i].length, 0);
+        p.device_bytes = CHUNK;
+        expose_unproven(&p);
+        (void)pulled(&p, 1);
+        answer_question(&p, false);
+        is_durable(&p, 1);
+        CHECK((atomic_load(&proof_of(&p)->proven[0]) == p.map) == cases[i].proven);
+        pull_close(&p);
+    }
 }
 
 /* What is pulled has to be what the trainer's stream had there; or the trainer has let go of it.

@@ -51,8 +51,8 @@ def fail_moved(
     save: InFlight, moved: Moved, on_moved: _OnMoved | None = None, *, faulted: bool = False
 ) -> None:
     """Abandons it, unless it has ended, and calls `on_moved`, which reports that. Without
-    `on_moved` the change came while `checkpoint()` ran. `faulted`: the core itself has given it up.
-    Raises ValueError and OSError for a core that is closed."""
+    `on_moved` the change came while `checkpoint()` ran. `faulted`: the core or the daemon has
+    given it up. Raises ValueError and OSError for a core that is closed."""
     if not (faulted or save.native.abandon(save.snapshot)):
         return
     if on_moved is not None:
@@ -91,10 +91,12 @@ class Verdict:
             if self.given:
                 return False
             now = self._save.entry()
-            faulted = now is not None and now.error_name == UNREADABLE
-            moved = self._reading.lost(now.fault) if now and faulted else self._reading.moved()
+            unreadable = now is not None and now.error_name == UNREADABLE
+            moved = self._reading.lost(now.fault) if now and unreadable else self._reading.moved()
             if moved is None:
                 return False
+            # The daemon may have seen the change, too: it does not know which tensor it was.
+            faulted = unreadable or (now is not None and now.code == "OTHER_BYTES")
             with contextlib.suppress(ValueError, OSError):  # closed
                 fail_moved(self._save, moved, self._on_moved, faulted=faulted)
             self._end()
