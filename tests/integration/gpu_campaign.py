@@ -108,6 +108,10 @@ def _copy_aside_refused(scene: Scene) -> None:
     scene.trainer.faults.fail_copy(scene.rng.randint(1, 4), 1, kinds=ON_DEVICE, behind=False)
 
 
+def _batches_refused(scene: Scene) -> None:
+    scene.trainer.faults.set(batch_fail_code=scene.rng.choice([1, 801]))
+
+
 def _handle_gone(scene: Scene) -> None:
     scene.node.faults.fail_open(scene.rng.choice([1, 201, 400]), times=scene.rng.randint(1, 2))
 
@@ -153,6 +157,7 @@ def _nothing(_scene: Scene) -> None:
 FAULTS: dict[str, Callable[[Scene], None]] = {
     "no fault": _nothing, "copy refused": _copy_refused, "copy broken": _copy_broken,
     "copy illegal": _copy_illegal, "copy aside refused": _copy_aside_refused,
+    "batches refused": _batches_refused,
     "handle gone": _handle_gone, "not exported": _not_exported, "no memory": _no_memory,
     "not pinned": _not_pinned, "slow": _slow, "held": _held, "stopped": _stopped,
     "context lost": _context_lost,

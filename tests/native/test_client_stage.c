@@ -220,6 +220,15 @@ static void test_copies_wait_no_longer_than_the_deadline(void)
     job_close();
 }
 
+/* Nor longer than the client lives. */
+static void test_closing_lets_copies_go(void)
+{
+    job_open();
+    stage_twice(PCC_LEVEL_DISK, PATIENCE);
+    job_close();
+    CHECK_EQUAL(seen(&control->copies_on_device), job.copied + TENSORS - 1);
+}
+
 /* What nobody reads before a death is withdrawn, by each stream that is going to change it. When a
  * second stream cannot, the first one's word counts. */
 static void test_copies_withdraw_what_was_staged(void)
@@ -360,6 +369,7 @@ int main(void)
     RUN(test_many_tensors_do_not_fill_the_queue);
     RUN(test_copies_wait_until_what_was_staged_was_read);
     RUN(test_copies_wait_no_longer_than_the_deadline);
+    RUN(test_closing_lets_copies_go);
     RUN(test_copies_withdraw_what_was_staged);
     RUN(test_neighbours_are_one_copy);
     RUN(test_refused_batches_are_copied_one_by_one);
