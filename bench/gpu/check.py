@@ -138,7 +138,8 @@ BENCHES = (
     train("opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
           "DCP+thread;DCP+process"),
     # What holds the CPU that is a step ahead: no loss is read.
-    train("calls", 30, "--intervals 1,5,10 --steps 12 --rounds 1 --look-every 1000", "pull;device"),
+    train("calls", 40, "--intervals 1,5,10 --steps 20 --rounds 1 --look-every 1000",
+          "pull;device;device:durable=100"),
     train(
         "rivals", 70, "--intervals 10 --steps 20 --rounds 1",
         "CheckFreq;torchsnapshot+async;DCP+thread;DCP+process;torch.save",

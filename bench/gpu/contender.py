@@ -50,7 +50,8 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4". On the CPU PCcheck pushes."""
+    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4", or "device:durable=100". On the CPU
+    PCcheck pushes."""
 
     way: str
     mode: dict[str, Any]
@@ -67,6 +68,8 @@ class Setting:
         way, rest = cls.named(name), name.partition(":")[2]
         found = dict(pair.split("=") for pair in rest.split(",") if pair)
         mode = OURS[way] if device.type == "cuda" else {}
+        if "durable" in found:
+            mode = mode | {"durable_every": int(found["durable"])}
         numbers = int(found.get("N", 0)), float(found.get("M", 2)), int(found.get("p", 0))
         return cls(way, mode, *numbers)
 

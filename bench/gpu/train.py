@@ -10,7 +10,8 @@ PCcheck by "pull", by "push", with snapshot="device" ("device"), by pull out of 
 ("expandable"), in memory only ("memory"), with to="device" ("last step"); torch.save + fsync; DCP's
 async_save at its settings for GPUs ("DCP thread", "DCP process"); "torchsnapshot async";
 "CheckFreq". PCcheck's can have settings, "pull:N=2,M=1.5,p=4": N checkpoints in flight, memory for
-M of them, p writers. "expandable" trains a second model of the same shape.
+M of them, p writers; of "device:durable=100" every hundredth is for the disk, the others stay in
+memory. "expandable" trains a second model of the same shape.
 
 Each run begins with a checkpoint, and every checkpoint is followed by f steps. In every round all
 contenders run once, in turn, and slowdowns are taken against the run without checkpoints of the
@@ -181,11 +182,11 @@ class Bench:
 
 
 def calls(rows: list[Row]) -> dict[str, list[float]]:
-    """How long each save held the training thread, in milliseconds, by contender."""
+    """How long each save held the training thread, in milliseconds, by contender and interval."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["call_ms"]:
-            found.setdefault(row["contender"], []).extend(row["call_ms"])
+            found.setdefault(f"{row['contender']} at {row['every']}", []).extend(row["call_ms"])
     return found
 
 
