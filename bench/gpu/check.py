@@ -111,9 +111,9 @@ _OTHERS = "tests/integration -k gpu " + " ".join(f"--deselect=tests/integration/
 PARTS = (
     # Sentences about the driver that PCcheck relies on, each with a check.
     Part("behaviours", 30, "tests/standin/behaviours.py --json {out} --limit-s {budget}"),
-    bench("ways", 60, "tests.integration.gpu_ways",
+    bench("ways", 75, "tests.integration.gpu_ways",
           "--device cpu --mib 16 --pieces 40 --rounds 1"),
-    Part("deaths", 70, "-m tests.integration.last_step_campaign --rounds 20 --json {out}",
+    Part("deaths", 80, "-m tests.integration.last_step_campaign --rounds 20 --json {out}",
          "--rounds 2"),
     bench("bandwidth", 70, "bench.gpu.bandwidth --rounds 3", _TINY),
     bench("restore 8 GB", 45, f"bench.gpu.bandwidth {_8_GB} --only memory", _TINY),

@@ -57,7 +57,7 @@ class Campaign:
         self.tally = Tally()
         self.numbers = itertools.count()
         self.witness: GpuTrainer  # trains nothing
-        self.free_bytes = 0  # that the GPU has without trainers; 0: not known yet
+        self.free_bytes = 0  # the most that the GPU had without a trainer
 
     def play(self, rounds: int, keep: Callable[[Tally], object] = lambda _: None) -> Tally:
         """Calls `keep` after each round."""
@@ -67,8 +67,10 @@ class Campaign:
             try:
                 with Node(*FLAGS, dead="keep") as node:
                     node.start()
-                    self.witness, self.free_bytes = node.process(), 0
+                    self.witness = node.process()
                     node.trainers.clear()
+                    # The daemon's context, made by the first trainer, takes memory of a real GPU.
+                    self.free_bytes = 0 if fakegpu.is_real() else self.witness.free_bytes()
                     try:
                         for _ in range(count):
                             self._round(node)
@@ -89,8 +91,7 @@ class Campaign:
             for trainer in node.trainers:
                 trainer.kill()
             node.trainers.clear()
-            if not self.free_bytes:
-                self.free_bytes = self.witness.free_bytes()
+            self.free_bytes = max(self.free_bytes, self.witness.free_bytes())
 
     def _await_memory(self, node: Node) -> None:
         """Of the trainer that has just died."""
