@@ -50,8 +50,8 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4", or "device:durable=100". On the CPU
-    PCcheck pushes."""
+    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4", or "device:durable=100". On
+    the CPU PCcheck pushes."""
 
     way: str
     mode: dict[str, Any]

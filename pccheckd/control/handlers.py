@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 
 from pccheck_native import _core, subset
-from pccheck_native.transfer import PULL, Decision, offered
+from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire import codec, messages, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
@@ -224,7 +224,7 @@ class Handlers:
         tenant = session.tenant
         if tenant is None or session.ending:
             raise RefusedError("the session has ended")
-        case = self._sessions.case(session)
+        case = Case(self._engine.driver.state)
         _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
         if whole is None:

@@ -189,10 +189,6 @@ class Sessions:
                 f"{size_text(nbytes)}", hint=PUSHED, retryable=True,
             )  # fmt: skip
 
-    def case(self, session: Session) -> Case:
-        """A trainer, as the choice between pull and push needs it."""
-        return Case(self.engine.driver.state, os.geteuid(), session.uid)
-
     def drain(self) -> None:
         """The daemon stops: what is copied becomes durable."""
         self.draining = True
@@ -309,7 +305,7 @@ class Sessions:
         newest = tenant.ledger.newest if tenant else None
         trains = session.role is Role.TRAINER
         offer = (
-            offered(self.case(session))
+            offered(Case(self.engine.driver.state))
             if trains
             else Decision(session.transfer, session.transfer_reason)
         )

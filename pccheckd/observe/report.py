@@ -109,7 +109,7 @@ async def status(
 
 def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
     names = ("slots", "keep", "in_flight", "writers", "chunk_bytes")
-    offer = offered(Case(engine.driver.state))  # to trainers of its own uid
+    offer = offered(Case(engine.driver.state))
     return {
         "version": VERSION,
         "pid": os.getpid(),

@@ -60,7 +60,7 @@ def examine(
     found += guarded("nodes", lambda: nodes.agreement(asked.status))
     found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
     found += guarded("nodes", lambda: (nodes.pairs if pairs else nodes.servers)(asked.servers))
-    found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
+    found += guarded("cuda", lambda: gpu.cuda(asked.status))
     if shares and asked.status:
         found += guarded("gpu pull", lambda: exposed.gpus(socket))
     found += guarded("gpu snapshots", gpu.held)

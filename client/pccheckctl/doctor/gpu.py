@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ DEVICES = Path("/dev")
 _PUSHED = "the training process copies its GPU tensors itself, which takes its CPU time"
 
 
-def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
+def cuda(status: Document) -> Iterator[Finding]:
     """Loads the driver, and makes nothing on a GPU."""
     devices = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
     if not _has_driver():
@@ -29,7 +28,7 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         else:
             yield ok("cuda", "no GPU and no driver (libcuda.so.1): only CPU tensors are saved")
         return
-    daemon, user = part(status, "daemon"), os.geteuid()
+    daemon = part(status, "daemon")
     reason = text(daemon, "transfer_reason")
     if not daemon:
         yield ok("cuda", f"driver found, {render.plural(len(devices), 'GPU')}; no daemon to check")
@@ -42,12 +41,6 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
             effect=_PUSHED,
             fix="nvidia-modprobe -c 0 -u, as root" if lacking
             else "give pccheckd access to the driver and to /dev/nvidia*; it tries again by itself",
-        )  # fmt: skip
-    elif daemon_uid not in (None, 0, user):
-        yield warning(
-            "cuda", f"pccheckd runs as uid {daemon_uid}, this user is uid {user}",
-            effect=f"the daemon pulls nothing out of another user's GPU memory: {_PUSHED}",
-            fix="run pccheckd as the training user",
         )  # fmt: skip
     else:
         yield ok("cuda", f"pccheckd pulls: {reason}")

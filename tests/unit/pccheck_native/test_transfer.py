@@ -22,7 +22,6 @@ DRIVER = DriverState("driver 12.8")
 #: The rows of `offered`, in order: what makes each apply, its reason, and whether it may pass.
 OFFERED: list[tuple[dict[str, Any], str, bool]] = [
     ({"driver": DriverState(missing="not yet", may_pass=True)}, "not yet", True),
-    ({"uid": 1000}, "the daemon runs as uid 0, not as the trainer's uid", False),
     ({"failed_copies": FAILED_COPIES_MAX}, "failed 3 pulled copies in a row", True),
     ({"obstacle": "the handle does not open"}, "the handle does not open", True),
 ]
@@ -48,7 +47,7 @@ def is_push(decision: Decision, reason: str, may_pass: bool) -> bool:
 
 def test_daemon_pulls_when_nothing_is_in_the_way() -> None:
     assert offered(Case(DRIVER)) == Decision(PULL, "CUDA IPC, driver 12.8")
-    assert offered(Case(DRIVER, 5, 5, failed_copies=FAILED_COPIES_MAX - 1)).transfer == PULL
+    assert offered(Case(DRIVER, failed_copies=FAILED_COPIES_MAX - 1)).transfer == PULL
 
 
 @pytest.mark.parametrize(("changes", "reason", "may_pass"), OFFERED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_native.transfer import DriverState, offered
+from pccheck_native.transfer import DriverState
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX
@@ -161,23 +161,6 @@ def test_names_and_numbers_are_checked_first(
 def test_a_solo_rank_may_be_one_of_a_job_on_several_nodes() -> None:
     session = Kit().open(world_size=4096, local_world_size=256, solo=True)
     assert (session.world_size, session.solo) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("uid", "kernel_pid", "transfer", "why"),
-    [
-        (UID, 9, "pull", "CUDA IPC"),
-        (UID + 1, 9, "push", "not as the trainer's uid"),  # also for root: a handle is a number
-        (UID, 0, "pull", "CUDA IPC"),  # in another PID namespace
-    ],
-)
-def test_pull_is_for_trainers_of_the_daemons_own_uid(
-    uid: int, kernel_pid: int, transfer: str, why: str
-) -> None:
-    kit = Kit(DriverState("driver 12.8"))
-    session = Session(1, b"", Role.TRAINER, uid, 9, kernel_pid, 0)
-    offer = offered(kit.sessions.case(session))
-    assert offer.transfer == transfer and why in offer.reason
 
 
 def test_unfinished_exposures_of_a_user_share_one_limit() -> None:

@@ -281,7 +281,7 @@ def no_driver(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     patch.setattr(gpu, "_has_driver", lambda: False)
     patch.setattr(gpu, "DEVICES", path)
     (path / "nvidia0").touch()
-    return gpu.cuda({}, None)
+    return gpu.cuda({})
 
 
 def push(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
@@ -290,7 +290,7 @@ def push(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     for name in ("nvidiactl", "nvidia-uvm"):
         (path / name).touch()
     reason = "no such device"
-    return gpu.cuda({"daemon": {"transfer": "push", "transfer_reason": reason}}, None)
+    return gpu.cuda({"daemon": {"transfer": "push", "transfer_reason": reason}})
 
 
 GONE = DaemonUnreachableError(
