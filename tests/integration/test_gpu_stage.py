@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's 
 #: between each two others, and all frozen ones come first in the payload.
 MANY = tuple(Part(200, kind=kind) for _ in range(389) for kind in ("trained", "frozen"))
 TENSORS = 389 * 3
+SAMPLES = 16  #: copies of a few bytes each, which the daemon compares with what it pulls
 NOT_SUPPORTED = 801
 SHORT_LIMIT_S = 0.5
 LATE_S = 30.0  #: calls that wait for the GPU end then
@@ -113,7 +114,7 @@ def test_what_was_staged_and_is_not_read_is_given_up(node: Node) -> None:
 def test_many_tensors_take_few_launches(node: Node) -> None:
     trainer = node.ready(MANY, snapshot="device")
     handle, launches, copies = trainer.evaluate(behind_a_busy_stream)
-    assert launches <= 8
+    assert launches <= 8 + SAMPLES
     assert 2 * 389 <= copies < TENSORS  # neighbours are one copy
     saved(trainer, 2, handle)
 
@@ -122,7 +123,7 @@ def test_buffers_take_few_launches(node: Node) -> None:
     """They are copied on the device whatever the snapshot is, and may change at once."""
     trainer = node.ready((*(Part(700, kind="buffer"), Part(700)) * 300, Part(5)))
     handle, launches, copies = trainer.evaluate(behind_a_busy_stream)
-    assert launches <= 12
+    assert launches <= 12 + SAMPLES
     assert copies == 300
     saved(trainer, 2, handle)
 
@@ -132,7 +133,7 @@ def test_a_driver_that_refuses_batches(node: Node) -> None:
     trainer.faults.set(batch_fail_code=NOT_SUPPORTED)
     assert saved(trainer, 2) > 2 * 389
     trainer.faults.set(batch_fail_code=0)
-    assert saved(trainer, 3) <= 8
+    assert saved(trainer, 3) <= 8 + SAMPLES
 
 
 def test_a_batch_that_fails_is_copied_one_by_one(node: Node) -> None:
@@ -147,4 +148,4 @@ def test_a_copy_that_fails_fails_its_checkpoint(node: Node) -> None:
     assert trainer.state(trainer.checkpoint()) == "failed"
     trainer.faults.set(copy_fail_at=0)
     trainer.step()
-    assert saved(trainer, 3) <= 8
+    assert saved(trainer, 3) <= 8 + SAMPLES
