@@ -538,7 +538,8 @@ class Client:
 
     def wait(self, snapshot: int, what: str, deadline_ns: int) -> bool:
         """For "read", "host_read" (what lies on GPUs may not have been read yet), "copied",
-        "durable" or "global", and of an image "drained"; False = deadline passed."""
+        "durable" or "global", or "drained" (all that this process sends is handed over);
+        False = deadline passed."""
 
     def confirm(self, snapshot: int, /) -> None:
         """The source of a provisional snapshot was not changed before it was read."""

@@ -307,9 +307,8 @@ class GpuCommands(Commands):
                 save = handle._in_flight
                 self.gpu.synchronize()
                 if save.snapshot and save.native.wait(
-                    save.snapshot, "host_read", time.monotonic_ns() + 10**10
+                    save.snapshot, "drained", time.monotonic_ns() + 10**10
                 ):
-                    time.sleep(0.005)  # a forward pass; the chunk is handed over meanwhile
                     if handle.state.name == "COPYING":
                         marks.put(WHOLE, now)
                     time.sleep(rng.random() * 0.004)

@@ -333,7 +333,8 @@ static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
     } else if (what == PCC_WAIT_HOST_READ) {
         reached = host_read(job);
     } else if (what == PCC_WAIT_DRAINED) {
-        reached = pcc_client_image_drained(job);
+        reached = job->image != NULL ? pcc_client_image_drained(job)
+                                     : PCC_READ_ACQUIRE(&job->state) == PCC_JOB_ENDED;
     } else {
         const uint64_t word = pcc_page_word(&client->view, snapshot);
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||

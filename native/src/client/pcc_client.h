@@ -186,7 +186,8 @@ enum pcc_wait_for {
     PCC_WAIT_COPIED,    /* the daemon vouches for it, or it ended otherwise */
     PCC_WAIT_DURABLE,   /* DURABLE, GLOBAL, SUPERSEDED, or it ended otherwise */
     PCC_WAIT_GLOBAL,    /* GLOBAL, SUPERSEDED, or it ended otherwise */
-    PCC_WAIT_DRAINED,   /* of an image: every stream that it was given has ended, or it has */
+    PCC_WAIT_DRAINED,   /* all that the client sends is handed over, or it ended; of an image, every
+                           stream that it was given has ended */
     PCC_WAIT_LOAD,      /* of a load, not a snapshot: pcc_client_load_wait would return at once */
 };
 /* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */

@@ -278,8 +278,7 @@ int pcc_client_image_end(struct pcc_client *client, uint64_t snapshot, const voi
 
 bool pcc_client_image_drained(const struct pcc_job *job)
 {
-    return PCC_READ(&job->state) != PCC_JOB_SUBMITTED || job->image == NULL ||
-           job->image->open == 0;
+    return PCC_READ(&job->state) != PCC_JOB_SUBMITTED || job->image->open == 0;
 }
 
 /* -- the thread's side -- */
