@@ -175,3 +175,17 @@ def handed_over(trainer: Any) -> None:
     save = trainer.handles[-1]._in_flight
     assert save.native.wait(save.snapshot, "host_read", time.monotonic_ns() + 10**10)
     until(lambda: trainer.handles[-1].state.name == "COPYING")
+
+
+def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
+    """What the stream had copied before the death is not what the daemon pulls after it."""
+    with Node(*GEOMETRY, "--dram", "32MiB", dead="scramble") as node:
+        trainer = node.start().ready(PARTS)
+        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        trainer.step()
+        trainer.checkpoint(to="device")
+        trainer.synchronize()
+        trainer.kill()
+        found = node.connect(PARTS).recover()
+        assert (found["step"], found["wrong"]) == (2, "")
+        node.daemon.logs("other bytes")
