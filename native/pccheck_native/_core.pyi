@@ -47,7 +47,7 @@ WORD_ABANDONED: int
 WORD_REFUSED: int
 LEVEL_DISK: int  # where a checkpoint is to be safe: written, ...
 LEVEL_MEMORY: int  # ... copied and parked, ...
-LEVEL_DEVICE: int  # ... or in GPU memory: refused by this version
+LEVEL_DEVICE: int  # ... or on the GPU until its process ends
 SAVES_PARKED: int  # checkpoints that one volume has parked, at most
 CAUSE_REPLACED: int  # of pccheck_wire.ends
 CAUSE_OTHER_RANK: int

@@ -309,6 +309,7 @@ def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
         },
         "times": item.times_ns,
         "in_memory": item.is_parked,
+        "on_device": item.is_on_device,
         "lost": tenant.volumes.why_lost(item.id.sequence),
     }
 

@@ -106,6 +106,7 @@ class RankCheckpoint:
     payload_bytes: int
     skip_when_busy: bool
     requested_ns: int  # CLOCK_MONOTONIC
+    on_device: bool = False  # its level is the GPU; it gets to memory when its trainer ends
     in_memory: bool = False  # its level is memory ...
     parks: bool = False  # ... and it has neither a lane nor a slot: nothing writes it
     wanted: bool = False  # on the disk, although its level is memory ...
@@ -126,6 +127,11 @@ class RankCheckpoint:
     times_ns: dict[str, int] = field(default_factory=dict)
     #: When each state was reached, CLOCK_MONOTONIC.
     at_ns: dict[State, int] = field(default_factory=dict)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Only: nothing of its device part was copied."""
+        return self.on_device and self.state is State.COPYING and not self.wanted
 
     @property
     def live(self) -> bool:

@@ -64,13 +64,14 @@ class Saves:
         port.native.noted()
         asked = event.request
         in_memory = asked.level != _core.LEVEL_DISK  # one on the device gets there
+        on_device = asked.level == _core.LEVEL_DEVICE
         self.interval_steps = asked.interval
         checkpoint = RankCheckpoint(
             CheckpointId(*self._key, 0, asked.step, self._readiness.incarnation, owner.world_size),
             session=event.session, snapshot=event.id,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
-            requested_ns=asked.taken_ns, in_memory=in_memory, parks=in_memory, map=asked.map,
-            held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
+            requested_ns=asked.taken_ns, on_device=on_device, in_memory=in_memory, parks=in_memory,
+            map=asked.map, held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
         )  # fmt: skip
         self._ledger.add(checkpoint)
         self._chronicle.requested(checkpoint)

@@ -4,6 +4,7 @@ withdraws. `make last-step-campaign` plays more deaths."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from pccheck.state.devices import HOST
 from tests.support import fakegpu
+from tests.support.ctl import Ctl
 from tests.support.gpunode import Node
 from tests.support.gputrainer import GpuTrainer
 from tests.support.torchstore import TorchStore
@@ -30,13 +32,16 @@ def test_10_deaths() -> None:
     assert sum(tally.outcomes.values()) == 10
 
 
-def test_nothing_is_copied_and_the_update_ends_it() -> None:
+def test_nothing_is_copied_and_the_update_ends_it(ctl: Ctl) -> None:
     with Node(*GEOMETRY, "--dram", "32MiB", dead="keep") as node:
         trainer = node.start().ready(PARTS)
         trainer.step()
         copies = node.faults.copies_to_host
         handle = trainer.checkpoint(to="device")
         trainer.synchronize()
+        node.wait_for(lambda: trainer.state(handle) == "copying")
+        said = ctl(None, "status", "--socket", node.daemon.socket).out
+        assert re.search(r"job +0 +3 +on the GPU ", said), said
         trainer.step()
         trainer.synchronize()
         assert trainer.ended(handle) == "skipped"

@@ -284,6 +284,8 @@ def _transfers(sessions: list[Document]) -> str:
 
 
 def _state(one: Document) -> str:
+    if one.get("on_device") is True:
+        return "on the GPU"
     return "in memory" if one.get("in_memory") is True else text(one, "state")
 
 
