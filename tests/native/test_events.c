@@ -2,7 +2,7 @@
 #include <poll.h>
 
 #include "check.h"
-#include "daemon/pcc_tenant.h"
+#include "events/pcc_events.h"
 
 static bool readable(const struct pcc_events *events)
 {

@@ -435,6 +435,8 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
+
+/* -- pcc_tenant_prove.c -- */
 /* The drain thread, without locks: has the client show that it reads what is to be pulled for the
  * first time. True when something was done. */
 bool pcc_tenant_prove(struct pcc_tenant *tenant);

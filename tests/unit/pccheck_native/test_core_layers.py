@@ -17,7 +17,8 @@ BELOW = {
     "gpu": ("base",),
     "shared": ("base",),
     "pool": ("base",),
-    "daemon": ("base", "io", "disk", "gpu", "shared", "pool"),
+    "events": ("base", "disk", "shared"),
+    "daemon": ("base", "io", "disk", "gpu", "shared", "pool", "events"),
     "client": ("base", "gpu", "shared"),
 }
 FILES_MAX = 12  # .c files of one folder

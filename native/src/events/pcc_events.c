@@ -1,12 +1,12 @@
-/* Events to the daemon's loop: a bounded queue behind a mutex, and an eventfd that is readable
- * while the queue holds something. Producers are few per checkpoint, so a mutex costs nothing here;
- * what matters is that the loop sleeps in its poll and is woken once per burst. */
+/* Events are few per checkpoint, so a mutex costs nothing here. What matters is that the loop
+ * sleeps in its poll and is woken once per burst. */
+#include "events/pcc_events.h"
+
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "base/pcc_thread.h"
-#include "daemon/pcc_tenant.h"
 
 #define CAPACITY_MAX (1u << 24)
 
