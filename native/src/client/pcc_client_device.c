@@ -444,10 +444,10 @@ static bool batch_extend(struct batch *batch, const struct pcc_client_device *de
     return true;
 }
 
-/* Enqueues the copies on `side` with one launch. A launch for each of them would fill the stream's
- * queue, and the driver makes who enqueues more wait until the stream gets on. That is left when
- * the driver does not have or refuses the call; copies that it has enqueued nevertheless are made
- * twice. */
+/* Enqueues the copies on `side` with one launch. A launch for each would fill the stream's queue,
+ * and then the driver blocks the caller until the stream gets on. A driver that lacks or refuses
+ * the call gets a launch for each nevertheless; copies that it has enqueued by then are made twice.
+ */
 static CUresult batch_enqueue(const struct pcc_client_device *device, struct batch *batch)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;

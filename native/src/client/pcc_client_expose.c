@@ -1,5 +1,6 @@
-/* The exposure: which memory of the GPUs the daemon may read, as handles of whole allocations,
- * or as descriptors of the pieces of virtual memory. */
+/* The exposure: which memory of the GPUs the daemon may read, as handles of whole allocations, or
+ * as descriptors of the pieces of virtual memory; and the answers when the daemon asks what it
+ * holds. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -535,7 +536,7 @@ bool pcc_client_exposure_holds(struct pcc_client *client)
 
 /* -- the daemon's questions -- */
 
-/* With the lock not held, by the thread. */
+/* By the client's thread, as what follows, without the lock. */
 static void answer(struct pcc_client *client, int result)
 {
     struct pcc_proof *proof = &client->view.page->proof;
@@ -547,7 +548,7 @@ static void answer(struct pcc_client *client, int result)
     pcc_bell_ring(&client->view.page->daemon_bell);
 }
 
-/* Has the GPU copy the blocks into the page. `load` is never behind what waits for the daemon. */
+/* Has the GPU copy the blocks into the page, on a stream that never waits for the daemon. */
 static int blocks_copy(struct pcc_client *client, struct pcc_client_device *device)
 {
     const struct pcc_proof *proof = &client->view.page->proof;

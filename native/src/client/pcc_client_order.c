@@ -1,4 +1,5 @@
-/* The order between the trainer's streams and the copies: mark, hold, release.
+/* The order between the trainer's streams and the copies: mark, hold, release; and the samples that
+ * a stream copies where it is marked.
  *
  * A release of a stream first moves the snapshot's word and then stores `done`, so that no update
  * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
@@ -319,16 +320,17 @@ bool pcc_client_sound(struct pcc_client *client, uint64_t snapshot)
 
 enum hold_way {
     HOLD_NOT,   /* nothing to wait for */
-    HOLD_LATER, /* push: copies are still to be enqueued, the host waits first */
+    HOLD_LATER, /* the host waits first: for copies to be enqueued (push), or for the proof (pull)
+                 */
     HOLD_EVENT,
     HOLD_WORD,
     HOLD_BOTH,     /* the daemon reads a part of this GPU, and the client the rest */
     HOLD_WITHDRAW, /* it does not wait: from here on the snapshot is gone */
 };
 
-/* The daemon may ask what this GPU holds. The answer is copied by this process: with one hardware
- * queue the copies would wait behind a stream that waits for the daemon. So the host waits, once
- * for an exposure. */
+/* The daemon may still ask what this GPU holds (pcc_client_prove). On a GPU with one hardware queue
+ * the copies of the answer would stay behind a stream that waits for the daemon, for ever. So the
+ * host waits instead, once for an exposure. */
 static bool is_to_prove(const struct pcc_client *client, uint64_t snapshot, uint32_t device)
 {
     return PCC_READ(&client->view.page->proof.proven[device]) !=
@@ -388,7 +390,7 @@ static void copies_all(struct pcc_client *client, uint64_t snapshot)
         pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* Waits on the host while copies are to be enqueued, at most until then. */
+/* Waits on the host while the way is HOLD_LATER, at most until then. */
 static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                 bool staging, CUevent *event_out, uint64_t until_ns)
 {

@@ -81,7 +81,7 @@ void pcc_client_pin_for(struct pcc_client *client, uint32_t device, bool later)
     pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* False when none is left to be pinned for the GPU. */
+/* False when no segment is left to be pinned for the GPU, or the GPU is broken. */
 static bool pin_one(struct pcc_client *client, uint32_t device)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);

@@ -75,7 +75,7 @@ void pcc_tenant_settle(struct pcc_tenant *tenant);
 /* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
  * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the
  * handshake's answer comes before them. `pid` is the trainer as the kernel names it here, 0 when
- * unknown: a pulled copy counts only if the trainer lived after it. -EBUSY when one is attached. */
+ * unknown: it tells when the process has ended. -EBUSY when one is attached. */
 PCC_MUST_CHECK int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session,
                                      int32_t pid, int *page_fd_out);
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,

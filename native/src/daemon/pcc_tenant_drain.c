@@ -5,8 +5,9 @@
 #include "daemon/pcc_tenant_private.h"
 
 #define IDLE_NS 1000000000u /* a peer that sets its bell back delays us by this much */
-#define PRESSED_NS                                                                                 \
-    2000000u /* something waits for what a deferred save has, until it is withdrawn */
+/* Something waits for a word that only a stream of the client writes: that a deferred save is
+ * withdrawn, or that the memory to be proven is as the snapshot has it. */
+#define PRESSED_NS 2000000u
 #define EMPTY_WAKES_MAX 64u /* rung that often for nothing: look once per millisecond */
 #define EMPTY_WAKE_PAUSE_NS 1000000
 
@@ -313,7 +314,7 @@ void *pcc_tenant_drain_run(void *argument)
         abort_abandoned(tenant);
         bool pressed = !stopping && pcc_tenant_queue_run(tenant);
         moved = sources_judge(tenant) || moved;
-        /* Here, and not in the threads that fill chunks: both may wait. */
+        /* Here, and not in the threads that fill chunks: the driver may make the caller wait. */
         moved = (!stopping && pcc_tenant_prove(tenant)) || moved;
         pressed = pressed || tenant->pull.proof.waits;
         pcc_tenant_maps_close(tenant);

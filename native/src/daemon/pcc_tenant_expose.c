@@ -111,7 +111,7 @@ static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, char
             say(reason, "the daemon has lost GPU %u and cannot use it before it is restarted",
                 allocation->device);
         else if (error == -EBUSY)
-            say(reason, "GPU %u takes one process only (its compute mode; nvidia-smi -c DEFAULT)",
+            say(reason, "GPU %u accepts one process only (its compute mode; nvidia-smi -c DEFAULT)",
                 allocation->device);
         else if (error == -ENOMEM)
             say(reason, "GPU %u has no memory left for the daemon (ENOMEM)", allocation->device);
@@ -155,8 +155,7 @@ static void import_failed(char *reason, int error, const struct pcc_gpu_answers 
     pcc_cuda_describe(result, name, sizeof(name));
     pcc_cuda_describe(answers->second, second, sizeof(second));
     if (answers->second != CUDA_SUCCESS)
-        say(reason, "how long the trainer's GPU memory is cannot be found out: %s, %s", name,
-            second);
+        say(reason, "the length of the trainer's GPU memory cannot be found: %s, %s", name, second);
     else if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_MAP_FAILED)
         say(reason,
             "the trainer's GPU memory cannot be opened by the daemon: %s; is it another user's, or "
@@ -293,15 +292,18 @@ static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *ma
 /* Nothing is read beyond what the driver says is there, whatever the trainer said. */
 static int lengths_check(const struct pcc_tenant_map *map, char *reason)
 {
-    for (uint32_t i = 0; i < map->view.head.range_count; i++) {
+    const struct pcc_exposure *head = &map->view.head;
+    bool fit = head->probe_offset_bytes + sizeof(head->probe) <=
+               map->imports[head->probe_allocation]->length_bytes;
+
+    for (uint32_t i = 0; fit && i < head->range_count; i++) {
         const struct pcc_exposed_range *range = &map->view.ranges[i];
-        if (range->allocation_offset_bytes + range->length_bytes <=
-            map->imports[range->allocation]->length_bytes)
-            continue;
-        say(reason, "an allocation is shorter here than the trainer says");
-        return -PCC_E_BAD_HANDLE;
+        fit = range->allocation_offset_bytes + range->length_bytes <=
+              map->imports[range->allocation]->length_bytes;
     }
-    return 0;
+    if (!fit)
+        say(reason, "an allocation is shorter here than the trainer says");
+    return fit ? 0 : -PCC_E_BAD_HANDLE;
 }
 
 static int probe(const struct pcc_tenant_map *map, char *reason)
@@ -310,10 +312,6 @@ static int probe(const struct pcc_tenant_map *map, char *reason)
     const struct pcc_tenant_import *import = map->imports[head->probe_allocation];
     uint8_t got[sizeof(head->probe)];
 
-    if (head->probe_offset_bytes + sizeof(got) > import->length_bytes) {
-        say(reason, "an allocation is shorter here than the trainer says");
-        return -PCC_E_BAD_HANDLE;
-    }
     const struct pcc_gpu_copy copy = {
         .from = import->address + head->probe_offset_bytes, .to = got, .length_bytes = sizeof(got)};
     const int error = pcc_gpu_read(import->gpu, &copy, 1);
@@ -323,7 +321,7 @@ static int probe(const struct pcc_tenant_map *map, char *reason)
     }
     if (memcmp(got, head->probe, sizeof(got)) == 0)
         return 0;
-    say(reason, "the trainer's handles mean other memory to the daemon");
+    say(reason, "the trainer's handles open other memory in the daemon");
     return -PCC_E_BAD_HANDLE;
 }
 

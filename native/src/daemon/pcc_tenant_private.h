@@ -121,13 +121,13 @@ struct pcc_tenant_map { /* one exposure, opened */
 
 struct pcc_tenant_part; /* of a save, on one GPU: pcc_source_pull.c */
 
-struct pcc_tenant_proof { /* that is under way; but for what is said, the drain thread's own */
+struct pcc_tenant_proof {       /* the one that is under way; the drain thread's own */
     struct pcc_tenant_map *map; /* held; NULL: there is none */
     uint64_t tag;               /* of the save that waits for it */
     uint32_t device;
     uint32_t count;
     struct pcc_proof_place *places;
-    uint8_t *bytes;    /* of these, as we read them: PCC_PROOF_BYTES for each */
+    uint8_t *bytes;    /* what the daemon read there: PCC_PROOF_BYTES for each */
     uint32_t next;     /* the first place of the question */
     uint32_t asked;    /* how many it names */
     uint32_t tries;    /* questions about these that had a wrong answer */
@@ -138,7 +138,7 @@ struct pcc_tenant_proof { /* that is under way; but for what is said, the drain 
 
 struct pcc_tenant_pull {
     pthread_cond_t part_ended;
-    uint32_t asked;                /* the last question whether the trainer lives; the drain's */
+    uint32_t asked;                /* the last question whether the trainer lives: its number */
     struct pcc_tenant_map *map;    /* exposed last; NULL = none */
     struct pcc_tenant_map *unused; /* without a holder: to be closed without the lock */
     struct pcc_tenant_part *parts; /* that copiers have */
@@ -440,7 +440,7 @@ void pcc_tenant_maps_close(struct pcc_tenant *tenant);
 /* The drain thread, without locks: has the client show that it reads what is to be pulled for the
  * first time. True when something was done. */
 bool pcc_tenant_prove(struct pcc_tenant *tenant);
-/* With the lock held, the drain thread has ended. */
+/* With the lock held, by the drain thread or once it has ended. */
 void pcc_tenant_proof_drop(struct pcc_tenant *tenant);
 
 /* -- pcc_source_pull.c; with the lock held, a session attached -- */

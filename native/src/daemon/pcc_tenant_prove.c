@@ -9,9 +9,9 @@
 
 #include "daemon/pcc_tenant_private.h"
 
-/* A block that says nothing (pcc_proof_is_plain) is chosen again, so often in all. */
+/* How often a block is chosen while it proves nothing (pcc_proof_is_plain). */
 #define PROOF_CHOICES 16u
-/* A wrong answer is asked for again: memory beside the tensors may change between two reads. */
+/* How often an answer may be wrong: memory beside the tensors may change between two reads. */
 #define PROOF_TRIES 3u
 #define PROOF_READS (PCC_GPU_LANDING_BYTES / PCC_PROOF_BYTES)
 
@@ -45,7 +45,8 @@ static int blocks_read(const struct pcc_tenant_proof *proof, uint32_t first, uin
     return error;
 }
 
-/* Plain blocks become others, if there is one among them that is not. */
+/* Each plain block is replaced by another choice, until none is plain or PROOF_CHOICES is reached.
+ */
 static int blocks_improve(struct pcc_tenant_proof *proof, const bool *known)
 {
     struct pcc_tenant_proof other = *proof;
@@ -78,7 +79,7 @@ static int blocks_improve(struct pcc_tenant_proof *proof, const bool *known)
     return error;
 }
 
-/* Chooses blocks, and reads them, into memory that no client sees. Without the lock. */
+/* Chooses blocks and reads them, into memory that no client sees. Without the lock. */
 static int blocks_choose(struct pcc_tenant_proof *proof)
 {
     const struct pcc_tenant_map *map = proof->map;
@@ -99,7 +100,7 @@ static int blocks_choose(struct pcc_tenant_proof *proof)
     return error;
 }
 
-/* With the lock held, as what follows: the next question. */
+/* The next question. From here on functions have the lock held. */
 static void proof_ask(struct pcc_tenant *tenant, struct pcc_tenant_proof *proof)
 {
     struct pcc_proof *page = &tenant->view.page->proof;
@@ -131,9 +132,10 @@ void pcc_tenant_proof_drop(struct pcc_tenant *tenant)
     *proof = (struct pcc_tenant_proof){.question = tenant->attached ? proof->question : 0};
 }
 
-/* A client that cannot read it may have guessed the block, so the next snapshot asks again. Not of
- * counters in staging memory: all that is read of it was shown, and so was the probe. A descriptor
- * is proof enough of what its owner may read. */
+/* Whether the next snapshot has to ask again: a client that cannot read a plain block may have
+ * guessed it. That is not so for a descriptor, which only a process that may read the memory has.
+ * It is not so for counters in staging memory either: the block is all that is read there, and the
+ * client knew the probe beside it. */
 static bool is_doubted(const struct pcc_tenant_proof *proof, uint32_t number)
 {
     const struct pcc_proof_place *place = &proof->places[number];
@@ -175,8 +177,8 @@ static bool blocks_match(const struct pcc_tenant *tenant, const struct pcc_tenan
     return true;
 }
 
-/* Whether the memory is still to be as it was at the snapshot: the word moves before a stream is
- * let go, and one that waits for nothing says so. */
+/* Whether the memory must still be as it was at the snapshot. The word moves before a stream is
+ * released, and a stream that waits for nothing writes `withdrawn` first. */
 static bool is_at_rest(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
 {
     return pcc_page_word(&tenant->view, save->snapshot) ==
@@ -184,8 +186,8 @@ static bool is_at_rest(const struct pcc_tenant *tenant, const struct pcc_tenant_
            pcc_pull_words(tenant, save) != PCC_PULL_WITHDRAWN;
 }
 
-/* The client's bytes are others, again and again: the daemon has other memory mapped, or the client
- * cannot read what it has named. */
+/* The client's bytes differed each time: the daemon has other memory mapped, or the client cannot
+ * read what it has named. */
 static void proof_reject(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     if (is_at_rest(tenant, save)) {
@@ -198,7 +200,7 @@ static void proof_reject(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     pcc_tenant_proof_drop(tenant);
 }
 
-/* The blocks of the next question were read, or an error. */
+/* The blocks of the next question have been read; or they could not be (error). */
 static void proof_go_on(struct pcc_tenant *tenant, int error)
 {
     struct pcc_tenant_proof *proof = &tenant->pull.proof;

@@ -217,7 +217,7 @@ struct pcc_gpu_device { /* one GPU as this process sees it */
     bool memory_ops; /* streams can wait for and write 64-bit words */
 };
 /* Retains the primary context of the device with this ordinal, or with this UUID, beside another
- * process's (-ENODEV: this process sees no such GPU; -EBUSY: the GPU takes one process only). */
+ * process's (-ENODEV: this process sees no such GPU; -EBUSY: the GPU accepts one process only). */
 PCC_MUST_CHECK int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out);
 PCC_MUST_CHECK int pcc_gpu_device_find(const CUuuid *uuid, struct pcc_gpu_device *out);
 void pcc_gpu_device_close(struct pcc_gpu_device *device);
