@@ -185,7 +185,7 @@ def test_a_callback_wants_nothing_written(start_daemon: Start) -> None:
 
 def test_tensors_of_the_cpu_are_left_on_no_gpu(daemon: Daemon) -> None:
     with client_of(daemon) as client:
-        with pytest.raises(UsageError, match="is no level"):
+        with pytest.raises(UsageError, match="is not a level"):
             client.checkpoint([torch.zeros(3)], step=1, to="tape")  # type: ignore[arg-type]
         with pytest.raises(CheckpointFailedError, match="does not pull these tensors"):
             client.checkpoint([torch.zeros(3)], step=1, to="device")

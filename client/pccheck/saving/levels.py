@@ -36,10 +36,11 @@ class Levels:
         """The level of this call of `checkpoint(to=...)`. Raises UsageError."""
         if to not in (None, *_NAMES):
             raise UsageError(
-                f"to={to!r} is no level",
-                hint='use to="memory", which survives the end of this process, or to="disk"',
+                f"to={to!r} is not a level",
+                hint='use to="memory", which survives the end of this process, to="disk", or '
+                'to="device"',
             )
-        if to == "device":  # in between those that are copied; one that is pulled is in memory
+        if to == "device":  # between the copied ones; if it is pulled, it becomes one in memory
             self.used |= 1 << LEVEL_MEMORY
             return LEVEL_DEVICE
         self._since += 1

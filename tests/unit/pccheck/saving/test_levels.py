@@ -46,9 +46,9 @@ def test_a_level_of_one_call_comes_first() -> None:
 
 def test_what_is_no_level_is_refused() -> None:
     made = make()
-    with pytest.raises(UsageError, match=r"to='tape' is no level.*to=\"memory\""):
+    with pytest.raises(UsageError, match=r"to='tape' is not a level.*to=\"memory\""):
         made.choose("tape")
-    with pytest.raises(UsageError, match="is no level"):
+    with pytest.raises(UsageError, match="is not a level"):
         made.choose(["memory"])  # type: ignore[arg-type]
     assert made.used == 1
 
@@ -79,16 +79,13 @@ def test_one_on_the_device_does_not_count_for_durable_every() -> None:
     device = LEVEL_DEVICE
     assert chosen == [MEMORY, device, device, MEMORY, device, DISK]
     plain = make()
-    assert (plain.choose("device"), plain.used) == (
-        LEVEL_DEVICE,
-        3,
-    )  # room to copy it after a death
+    # with the room to copy it after a death
+    assert (plain.choose("device"), plain.used) == (LEVEL_DEVICE, 3)
 
 
 @pytest.mark.parametrize(
     ("pulls", "wait", "what"),
     [
-        (False, True, "", "several ranks"),
         (False, "", "does not pull"),
         (True, "copied", "nothing that is attached"),
     ],
