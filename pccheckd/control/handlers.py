@@ -128,7 +128,7 @@ class Handlers:
                 await self._expose(session, body)
             case messages.Lend():
                 room = self._sessions.room_descriptors(session)
-                session.descriptors.take(body, room=room)
+                session.descriptors.receive(body, room=room)
             case messages.Chose():
                 session.chose(*exposing.checked(body))
             case messages.Describe():
@@ -230,7 +230,7 @@ class Handlers:
         if whole is None:
             return
         self._sessions.require_map(session, body.descriptors)
-        lot = await session.descriptors.taken(body.map, body.descriptors)
+        lot = await session.descriptors.collect(body.map, body.descriptors)
         try:
             _require_pull(await tenant.pulling.expose(session.number, body.map, whole, lot, case))
         finally:

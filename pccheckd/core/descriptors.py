@@ -13,14 +13,14 @@ from pccheck_native.transfer import PUSHED
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Lend
 
-#: The exposure may be here first: it comes over another channel. What was sent before it needs no
-#: more than this.
+#: The exposure may arrive first, because it comes over another channel. Its descriptors were sent
+#: before it, so they arrive within this time.
 ARRIVAL_LIMIT_S = 5.0
 
 
 def held_max() -> int:
-    """Descriptors of a user that wait for their exposures: a quarter of what this process may
-    have."""
+    """How many descriptors of a user may wait for their exposures: a quarter of what this process
+    may have open, at most."""
     return min(_core.EXPOSED_PIECES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
@@ -54,7 +54,7 @@ class Lot:
 
 
 class Descriptors:
-    """Those of one session. A new exposure's drop what is left of the one before."""
+    """Those of one session. A new exposure closes what is left of the one before."""
 
     def __init__(self) -> None:
         self.packet = Lot()  #: what came with the packet that is being handled
@@ -66,9 +66,9 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, body: Lend, *, room: int) -> None:
-        """Keeps what came with `body`. Raises UsageError, RefusedError; the exposure is refused
-        then, too."""
+    def receive(self, body: Lend, *, room: int) -> None:
+        """Keeps what came with `body`. Raises UsageError, RefusedError; then the exposure is
+        refused, too."""
         if body.map < self._map:
             raise UsageError(f"$.body.map must not fall (got {body.map} after {self._map})")
         if body.map > self._map:
@@ -84,7 +84,7 @@ class Descriptors:
         if not self._refusal:
             self._held.add(self.packet)
 
-    async def taken(self, number: int, count: int) -> Lot:
+    async def collect(self, number: int, count: int) -> Lot:
         """All that belong to this exposure, the caller's to close. Raises RefusedError."""
         if number > self._map:
             self._begin(number)

@@ -1,11 +1,12 @@
 """Readies GPU tensors for the way that `pccheck_native.transfer` chooses: the daemon pulls them out
 of exposed memory, or the core pushes them.
 
-Pull is tried first. Memory is exposed again when addresses, or the memory behind them, changed, and
-after a pulled copy failed. (A daemon whose driver fails again and again refuses.) After a
-refusal this connection pushes. When the reason may pass (a full GPU, a slow driver), pull is tried
-again after 10 checkpoints, then after 20, and so on. When memory is short, torch's allocator first
-frees what it does not use.
+Pull is tried first. What cannot be shared is laid out apart, and pushed beside what is pulled.
+Memory is exposed again when addresses, or the memory behind them, changed, and after a pulled copy
+failed. (A daemon whose driver fails again and again refuses.) After a refusal this connection
+pushes. When the reason may pass (a full GPU, a slow driver), pull is tried again after 10
+checkpoints, then after 20, and so on. When memory is short, torch's allocator first frees what it
+does not use.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from pccheck.daemon.connection import Connection
 from pccheck.state import devices
-from pccheck.state.extents import DevicePart
+from pccheck.state.extents import DevicePart, unpack_device
 from pccheck.warn import LOG
 from pccheck_native import Client, NativeError
 from pccheck_native.transfer import PULL, PUSH, Decision, chosen
@@ -38,13 +38,13 @@ REASON_LENGTH_MAX = 200
 _T = TypeVar("_T")
 #: What refuses an exposure here, by the core's code.
 _OBSTACLES = {
-    "TOO_LARGE": "the state lies in more than 262144 separate pieces of GPU memory, or in more "
-    "than 16384 allocations; use fewer and larger tensors",
+    "TOO_LARGE": "the state lies in more than 262144 separate ranges of GPU memory, or in more "
+    "than 16384 allocations or descriptors; use fewer and larger tensors",
     "BAD_HANDLE": "this GPU memory cannot be shared: its allocator gives it neither a CUDA IPC "
     "handle nor a descriptor (a memory pool, or TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0)",
 }
-_APART = "some GPU memory cannot be shared; from the next checkpoint on only that is pushed"
-_UNSHAREABLE, _DISTRUSTED = "cannot be shared", "pccheckd sees otherwise than this process"
+_APART = "some GPU memory cannot be shared; from the next checkpoint on only this part is pushed"
+_UNSHAREABLE, _DISTRUSTED = "cannot be shared", "pccheckd reads differently"
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
 RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
@@ -228,7 +228,7 @@ class Exposure:
         if self._transfer == PULL:
             return False
         flags = self.connection.native.unshareable(ranges)
-        places = [place for place, *_ in struct.iter_unpack("<QQQII", ranges)]
+        places = [item.address for item, _ in unpack_device(ranges)]
         found = frozenset(p for p, flag in zip(places, flags, strict=True) if flag)
         if all(flags) or found <= self.pushed:
             return False
@@ -236,9 +236,10 @@ class Exposure:
         return True
 
     def _distrust(self, device: int) -> None:
-        """If there is another GPU; otherwise the daemon refuses the next exposure, and says why."""
-        exposed = list(struct.iter_unpack("<QQQII", self._ranges))
-        found = frozenset(place for place, _, _, gpu, _ in exposed if gpu == device)
+        """Notes what lies on this GPU, if something lies on another one. Otherwise the daemon
+        refuses the next exposure, and says why."""
+        exposed = list(unpack_device(self._ranges))
+        found = frozenset(item.address for item, gpu in exposed if gpu == device)
         if self._transfer != PULL and len(found) < len(exposed):
             self.pushed |= found
             self._why_pushed = _DISTRUSTED
@@ -267,7 +268,7 @@ class Exposure:
         return sent
 
     def _withdraw(self) -> None:
-        """Ends the exposure: the daemon unmaps the memory, and then it is released here."""
+        """Ends the exposure: the daemon unmaps the memory, and then this process drops it."""
         self._map += 1
         self._mapped = False
         try:
@@ -311,7 +312,7 @@ def _but_for(part: DevicePart, choice: Decision, what: str) -> Decision:
     """The choice, with what is pushed beside it."""
     if choice.transfer != PULL or not part.rest:
         return choice
-    nbytes = sum(item[2] for item in struct.iter_unpack("<QQQII", part.rest))
+    nbytes = sum(item.nbytes for item, _ in unpack_device(part.rest))
     why = f"{size_text(nbytes)} of GPU memory that {what} are pushed"
     return replace(choice, reason=why)
 

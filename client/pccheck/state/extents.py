@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ GAP_MAX = 512
 #: Up to this much host memory is copied at once beside GPU tensors (counters of optimizers), or of
 #: state dicts that are called every time, so that no gate waits for it on the CPU.
 INLINE_BYTES_MAX = 256 << 10
+#: A range on a GPU, as the native client takes it; the last number is reserved.
+_ON_DEVICE = struct.Struct("<QQQII")
 
 
 @dataclass(slots=True)
@@ -84,7 +86,13 @@ def pack(ranges: Iterable[Range]) -> bytes:
 
 
 def pack_device(ranges: Iterable[Range], device: int) -> bytes:
-    return b"".join(struct.pack("<QQQII", *item, device, 0) for item in ranges)
+    return b"".join(_ON_DEVICE.pack(*item, device, 0) for item in ranges)
+
+
+def unpack_device(packed: bytes) -> Iterator[tuple[Range, int]]:
+    """Each range, and its GPU."""
+    for address, offset, nbytes, device, _ in _ON_DEVICE.iter_unpack(packed):
+        yield Range(address, offset, nbytes), device
 
 
 @dataclass(slots=True)

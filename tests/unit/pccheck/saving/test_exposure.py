@@ -87,7 +87,7 @@ def test_long_exposures_go_in_pieces() -> None:
         ("auto", {"welcome": "no driver"}, "no driver"),
         ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
         ("auto", {"expose_error": native_error("no handle")}, "neither a CUDA IPC handle"),
-        ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate pieces"),
+        ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate ranges"),
         ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
         ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),
     ],
@@ -170,7 +170,7 @@ def test_memory_that_the_daemon_sees_otherwise_is_pushed() -> None:
     assert exposure.pushed == {2 << 40}
     handover = exposure.prepare(laid_out())
     assert handover.map == 3 and handover.sources()[1:] == (4096, 1)
-    why = "512 B of GPU memory that pccheckd sees otherwise than this process are pushed"
+    why = "512 B of GPU memory that pccheckd reads differently are pushed"
     assert chosen(connection)[-1] == ("pull", why)
     exposure.broke(Why(stage="copy", code="OTHER_MEMORY", argument=0))  # the daemon refuses it
     assert exposure.pushed == {2 << 40}

@@ -33,14 +33,14 @@ def lend(session: Descriptors, number: int, came: int, *, said: int | None = Non
     """A packet with `came` descriptors, as the attach server handles it."""
     session.packet.put([os.open(os.devnull, os.O_RDONLY) for _ in range(came)])
     try:
-        session.take(Lend(number, came if said is None else said), room=ROOM)
+        session.receive(Lend(number, came if said is None else said), room=ROOM)
     finally:
         session.packet.close()
 
 
 def taken(session: Descriptors, number: int, count: int) -> int:
     async def ask() -> int:
-        lot = await session.taken(number, count)
+        lot = await session.collect(number, count)
         held = len(lot)
         assert len(lot.packed()) == 4 * held
         lot.close()
@@ -65,7 +65,7 @@ def test_an_exposure_that_comes_first_waits(monkeypatch: pytest.MonkeyPatch) -> 
     session = Descriptors()
 
     async def both() -> int:
-        asking = asyncio.create_task(session.taken(2, 3))
+        asking = asyncio.create_task(session.collect(2, 3))
         for _ in range(3):
             await asyncio.sleep(0)
             lend(session, 2, 1)
