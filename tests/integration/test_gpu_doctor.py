@@ -16,8 +16,11 @@ from tests.support.gpunode import Node, Start
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 
 
-def said(node: Node, **gpus: Any) -> list[dict[str, str]]:
-    environment = os.environ | fakegpu.environment(node.directory, **gpus)
+def said(node: Node, *, blind: bool = False, **gpus: Any) -> list[dict[str, str]]:
+    """`blind`: doctor has no driver."""
+    environment = dict(os.environ)
+    if not blind:
+        environment |= fakegpu.environment(node.directory, **gpus)
     done = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--socket", str(node.daemon.socket), "doctor", "--gpu",
          "--json"],
@@ -45,3 +48,21 @@ def test_a_daemon_without_a_driver(start_node: Start) -> None:
     (found,) = said(start_node(blind=True))
     assert found["level"] == "warning"
     assert found["found"].startswith("the daemon offers push: ")
+
+
+@pytest.mark.parametrize(
+    ("without", "why"), [({"blind": True}, "has no driver"), ({"devices": 0}, "sees no GPU")]
+)
+def test_without_a_gpu_there_is_nothing_to_share(
+    start_node: Start, without: dict[str, Any], why: str
+) -> None:
+    (found,) = said(start_node(), **without)
+    assert found["level"] == "ok" and found["found"].startswith("not checked: ")
+    assert why in found["found"]
+
+
+def test_without_a_daemon_nothing_is_checked(start_node: Start) -> None:
+    node = start_node()
+    node.daemon.stop()
+    (found,) = said(node)
+    assert found["level"] == "ok" and "no daemon" in found["found"]

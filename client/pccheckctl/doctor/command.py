@@ -63,6 +63,8 @@ def examine(
     found += guarded("cuda", lambda: gpu.cuda(asked.status))
     if shares and asked.status:
         found += guarded("gpu pull", lambda: exposed.gpus(socket))
+    elif shares:
+        found.append(ok("gpu pull", "not checked: no daemon answers"))
     found += guarded("gpu snapshots", gpu.held)
     return place, found
 

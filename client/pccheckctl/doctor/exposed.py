@@ -17,6 +17,7 @@ from pccheck_wire.codec import PIECE_BYTES
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import Expose, Hello, Role
 
+from . import gpu
 from .finding import Finding, ok, problem, warning
 
 NBYTES = 1 << 20
@@ -26,6 +27,9 @@ _FIX = "pccheckctl status names the reason for each job; docs/gpu.md lists what 
 
 def gpus(socket: str | None) -> Iterator[Finding]:
     """A context on each GPU that this process sees, for a moment; nothing is saved."""
+    if not gpu.has_driver():
+        yield ok("gpu pull", "not checked: doctor has no driver (libcuda.so.1), so no GPU to share")
+        return
     try:
         attachment = attach.connect(_hello(), socket)
     except PccheckError as error:
@@ -38,8 +42,11 @@ def gpus(socket: str | None) -> Iterator[Finding]:
             return
         native = _core.Client(attachment.memory_fd, attachment.page_fd)
         with contextlib.closing(native):
-            for device in range(_count()):
+            count = _count()
+            for device in range(count):
                 yield _one(attachment, native, device)
+        if not count:
+            yield ok("gpu pull", "not checked: doctor sees no GPU (CUDA_VISIBLE_DEVICES)")
 
 
 def _hello() -> Hello:
@@ -50,7 +57,7 @@ def _hello() -> Hello:
 
 
 def _count() -> int:
-    """The GPUs of this process (CUDA_VISIBLE_DEVICES). Raises OSError without a driver."""
+    """The GPUs of this process (CUDA_VISIBLE_DEVICES)."""
     driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     driver.cuInit(0)
     driver.cuDeviceGetCount(ctypes.byref(count))

@@ -18,7 +18,7 @@ _PUSHED = "the training process copies its GPU tensors itself, which takes its C
 def cuda(status: Document) -> Iterator[Finding]:
     """Loads the driver, and makes nothing on a GPU."""
     devices = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
-    if not _has_driver():
+    if not has_driver():
         if devices:
             yield warning(
                 "cuda", f"found {', '.join(devices)}, but no driver (libcuda.so.1)",
@@ -46,7 +46,7 @@ def cuda(status: Document) -> Iterator[Finding]:
         yield ok("cuda", f"pccheckd pulls: {reason}")
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -181,7 +181,7 @@ def test_a_warning_names_the_status_of_the_daemon_that_was_asked() -> None:
 
 
 def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_has_driver", lambda: True)
+    monkeypatch.setattr(gpu, "has_driver", lambda: True)
     monkeypatch.setattr(gpu, "DEVICES", tmp_path)
     (tmp_path / "nvidiactl").touch()
     (found,) = gpu.cuda(answer(transfer="push", transfer_reason="no driver: MIG").status)

@@ -278,14 +278,14 @@ def another_owner(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
 
 
 def no_driver(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
-    patch.setattr(gpu, "_has_driver", lambda: False)
+    patch.setattr(gpu, "has_driver", lambda: False)
     patch.setattr(gpu, "DEVICES", path)
     (path / "nvidia0").touch()
     return gpu.cuda({})
 
 
 def push(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
-    patch.setattr(gpu, "_has_driver", lambda: True)
+    patch.setattr(gpu, "has_driver", lambda: True)
     patch.setattr(gpu, "DEVICES", path)
     for name in ("nvidiactl", "nvidia-uvm"):
         (path / name).touch()
