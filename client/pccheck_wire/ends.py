@@ -153,7 +153,7 @@ _HANDLE = (
     "the next checkpoint shares the memory again, or is pushed",
 )
 _OTHER_MEMORY = (
-    "pccheckd reads other bytes in GPU memory of the trainer than the trainer itself",
+    "the trainer did not show that it reads what pccheckd reads in its GPU memory",
     "tensors of that GPU are pushed until the trainer connects again; run pccheckctl doctor --gpu, "
     "and report what it says with the driver's version",
 )

@@ -338,6 +338,7 @@ class Tenant:
         writers: int,
         gpus: Gpus | None = None,
         label: str = "",  # of its memory in the descriptor store; "" = not stored
+        foreign: bool = False,  # its trainers are another user's than this process
     ) -> None: ...
     def bind(
         self, volume: Volume, state_fd: int = -1, state_id: int = 0

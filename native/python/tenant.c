@@ -94,20 +94,22 @@ fail:
 
 static PyObject *tenant_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"pool",        "events",         "id",    "chunk_bytes",
-                            "block_bytes", "chunk_capacity", "lanes", "writers",
-                            "gpus",        "label",          NULL};
+    static char *names[] = {"pool",        "events",         "id",      "chunk_bytes",
+                            "block_bytes", "chunk_capacity", "lanes",   "writers",
+                            "gpus",        "label",          "foreign", NULL};
     struct pcc_py_state *state = pcc_py_state_of(type);
     struct pcc_tenant_spec spec = {0};
+    int foreign = 0;
     PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Tenant", names, state->types[PCC_PY_POOL],
+            args, kwargs, "O!O!|$O&O&O&O&O&O&Osp:Tenant", names, state->types[PCC_PY_POOL],
             &borrowed[0], state->types[PCC_PY_EVENTS], &borrowed[1], pcc_py_u64, &spec.id,
             pcc_py_u32, &spec.chunk_bytes, pcc_py_u32, &spec.block_bytes, pcc_py_u32,
             &spec.chunk_capacity, pcc_py_u32, &spec.lanes, pcc_py_u32, &spec.writers_per_lane,
-            &borrowed[2], &spec.label) ||
+            &borrowed[2], &spec.label, &foreign) ||
         !pcc_py_require(kwargs, &names[2], 6))
         return NULL;
+    spec.foreign = foreign != 0;
     if (borrowed[2] == Py_None)
         borrowed[2] = NULL;
     if (borrowed[2] != NULL && !PyObject_TypeCheck(borrowed[2], state->types[PCC_PY_GPUS])) {

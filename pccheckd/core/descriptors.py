@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import os
 import resource
+import socket
+import struct
 
 from pccheck_native import _core
 from pccheck_native.transfer import PUSHED
@@ -49,8 +51,19 @@ class Lot:
 
     def close(self) -> None:
         for descriptor in self.take():
+            with contextlib.suppress(OSError):  # it is not a socket
+                _linger_not(descriptor)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def _linger_not(descriptor: int) -> None:
+    """The closing of a socket that lingers would wait until its bytes are read."""
+    one = socket.socket(fileno=descriptor)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+    finally:
+        one.detach()
 
 
 class Descriptors:

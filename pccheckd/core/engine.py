@@ -206,7 +206,13 @@ class Engine:
         self._next_number += 1
         # In a thread: it starts lanes x writers threads.
         return number, await self.call(
-            uid, _core.Tenant, self.pool, self._events, id=number, **shape._asdict()
+            uid,
+            _core.Tenant,
+            self.pool,
+            self._events,
+            id=number,
+            foreign=uid != os.geteuid(),
+            **shape._asdict(),
         )
 
     def listen(self, number: int, listener: Callable[[_core.Event], None]) -> None:

@@ -32,6 +32,7 @@ struct pcc_tenant_spec {
     uint32_t lanes;            /* N per volume */
     uint32_t writers_per_lane; /* p */
     const char *label;         /* of its memory in the descriptor store; NULL or "": not kept */
+    bool foreign;              /* its trainers are another user's than this process */
 };
 
 /* Borrows pool, events and gpus (NULL: CPU tensors only). */

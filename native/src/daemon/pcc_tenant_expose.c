@@ -141,7 +141,7 @@ static int trust_check(struct pcc_tenant *tenant, const struct pcc_tenant_map *m
     if (device == PCC_DEVICES)
         return 0;
     say(reason,
-        "the daemon read other bytes than the trainer in the memory of GPU %u, which is not "
+        "the trainer did not show that it reads what the daemon reads on GPU %u, which is not "
         "pulled until the trainer connects again",
         device);
     return -PCC_E_OTHER_MEMORY;

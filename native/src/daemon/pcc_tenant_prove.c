@@ -148,26 +148,6 @@ static bool is_doubted(const struct pcc_tenant_proof *proof, uint32_t number)
            !is_small;
 }
 
-/* Everything that was asked for is the trainer's. */
-static void proof_accept(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
-{
-    struct pcc_tenant_proof *proof = &tenant->pull.proof;
-    bool doubted = false;
-
-    for (uint32_t i = 0; i < proof->count; i++) {
-        struct pcc_tenant_import *import = proof->map->imports[proof->places[i].allocation];
-        import->proven = import->pieces == 0 && !is_plain(proof, i);
-        doubted = doubted || is_doubted(proof, i);
-    }
-    save->sources[0].proven |= 1u << proof->device;
-    if (!doubted) {
-        proof->map->proven |= 1u << proof->device;
-        PCC_WRITE(&tenant->view.page->proof.proven[proof->device], proof->map->number);
-        pcc_tenant_wake_client(tenant);
-    }
-    pcc_tenant_proof_drop(tenant);
-}
-
 static bool blocks_match(const struct pcc_tenant *tenant, const struct pcc_tenant_proof *proof)
 {
     for (uint32_t i = 0; i < proof->asked; i++)
@@ -186,8 +166,8 @@ static bool is_at_rest(const struct pcc_tenant *tenant, const struct pcc_tenant_
            pcc_pull_words(tenant, save) != PCC_PULL_WITHDRAWN;
 }
 
-/* The client's bytes differed each time: the daemon has other memory mapped, or the client cannot
- * read what it has named. */
+/* The client's bytes differed each time, or prove nothing: the daemon has other memory mapped, or
+ * the client cannot read what it has named. */
 static void proof_reject(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     if (is_at_rest(tenant, save)) {
@@ -196,6 +176,32 @@ static void proof_reject(struct pcc_tenant *tenant, struct pcc_tenant_save *save
         pcc_tenant_abort(tenant, save, -PCC_E_OTHER_MEMORY);
     } else if (!save->sources[0].deferred) {
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+    }
+    pcc_tenant_proof_drop(tenant);
+}
+
+/* All that was asked was answered. The daemon's own user can open handles without the daemon. But
+ * the client of another user may have guessed a plain block. */
+static void proof_accept(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    struct pcc_tenant_proof *proof = &tenant->pull.proof;
+    bool doubted = false;
+
+    for (uint32_t i = 0; i < proof->count; i++)
+        doubted = doubted || is_doubted(proof, i);
+    if (doubted && tenant->spec.foreign) {
+        proof_reject(tenant, save);
+        return;
+    }
+    for (uint32_t i = 0; i < proof->count; i++) {
+        struct pcc_tenant_import *import = proof->map->imports[proof->places[i].allocation];
+        import->proven = import->pieces == 0 && !is_plain(proof, i);
+    }
+    save->sources[0].proven |= 1u << proof->device;
+    if (!doubted) {
+        proof->map->proven |= 1u << proof->device;
+        PCC_WRITE(&tenant->view.page->proof.proven[proof->device], proof->map->number);
+        pcc_tenant_wake_client(tenant);
     }
     pcc_tenant_proof_drop(tenant);
 }

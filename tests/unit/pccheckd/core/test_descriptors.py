@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Lend
 from pccheckd.core import descriptors
-from pccheckd.core.descriptors import Descriptors
+from pccheckd.core.descriptors import Descriptors, Lot
 
 ROOM = 8
 
@@ -132,3 +134,13 @@ def test_a_newer_exposure_drops_what_came_for_the_one_before() -> None:
     assert taken(session, 2, 1) == 1
     lend(session, 3, 2)
     assert taken(session, 4, 0) == 0
+
+
+def test_no_close_waits_for_a_socket_that_lingers() -> None:
+    with socket.socket() as sent:
+        sent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+        lot = Lot()
+        lot.put([os.dup(sent.fileno())])
+        lot.close()
+        lingers = sent.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)
+    assert struct.unpack("ii", lingers)[0] == 0
