@@ -789,6 +789,18 @@ def a_handle_opens_the_memory_it_was_made_of(world: World) -> None:
     assert not any(wrong), wrong
 
 
+def a_new_handle_opens_new_memory(world: World) -> None:
+    """After a handle was closed and its memory freed, the next handle opens the next memory."""
+    wrong = []
+    for seed in (14, 15, 16):
+        memory = world.owner(allocate, seed)
+        opened = world.reader(open_memory, world.owner(export, memory))
+        wrong.append(world.reader(check, opened, seed))
+        world.reader(close, opened)
+        world.owner(free, memory)
+    assert not any(wrong), wrong
+
+
 def opened_memory_shows_what_its_owner_writes(world: World) -> None:
     """What the owner writes after the opening is read through the opened memory."""
     memory = world.owner(allocate, 21)

@@ -152,7 +152,8 @@ static CUresult enqueue_word(enum operation_kind kind, CUstream handle, CUdevice
                                         .to = memory,
                                         .target = memory->bytes + (address - memory->address),
                                         .value = value};
-    if (kind == DO_WAIT_VALUE && lies(LIE_WORD_WAIT))
+    const bool is_liar = lies(LIE_WORD_WAIT_ONE) && stream->context->device == 0;
+    if (kind == DO_WAIT_VALUE && (lies(LIE_WORD_WAIT) || is_liar))
         return standin_leave(CUDA_SUCCESS);
     if (kind == DO_WRITE && lies(LIE_WORD_EARLY))
         __atomic_store_n((uint64_t *)(void *)operation.target, value, __ATOMIC_SEQ_CST);

@@ -179,7 +179,8 @@ static CUresult open_handle(const struct handle *handle, struct memory **out)
     struct memory *memory = already_open(handle);
     CUresult result;
     if (!memory) {
-        result = map_exported(handle, &file);
+        file = lie_reopen(handle->pid, handle->device, memory_in_blocks(handle->length));
+        result = file ? CUDA_SUCCESS : map_exported(handle, &file);
         if (result != CUDA_SUCCESS)
             return result;
         const size_t length = memory_in_blocks(handle->length);

@@ -99,15 +99,18 @@ void memory_unmap(struct memory *memory)
     case MEMORY_HOST:
         break;
     case MEMORY_OWN:
-        atomic_store(&memory->file->freed, 1);
-        if (memory->shared)
+        atomic_store(&memory->file->freed, !lies(LIE_REOPENED));
+        if (memory->shared && !lies(LIE_REOPENED))
             (void)memset(memory->bytes, SCRAMBLED, memory->length);
         memory_file_drop(memory->file);
         break;
     case MEMORY_IMPORTED:
         whole_forget("import", memory->file->device, memory->file->nonce);
         free(memory->first_read);
-        (void)munmap(memory->file, HEADER_BYTES + memory->length);
+        if (lies(LIE_REOPENED))
+            lie_close(memory);
+        else
+            (void)munmap(memory->file, HEADER_BYTES + memory->length);
         break;
     case MEMORY_UNSHAREABLE:
         whole_forget("hidden", physical(memory->context), hidden_nonce(memory->bytes));

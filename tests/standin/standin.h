@@ -133,14 +133,18 @@ enum dead_mode { DEAD_SCRAMBLE, DEAD_ERROR, DEAD_KEEP };
 
 enum lie { /* lie.c says what is false */
            LIE_NONE,
+           LIE_BATCH,
            LIE_BUFFER,
            LIE_DEAD,
            LIE_DESCRIPTOR,
            LIE_EVENT,
            LIE_EVENT_WAIT,
            LIE_FREED,
+           LIE_HOLE,
+           LIE_IMPORT,
            LIE_LATE,
            LIE_OTHER,
+           LIE_REOPENED,
            LIE_RESTORED,
            LIE_SHIFTED,
            LIE_SHORT,
@@ -148,7 +152,9 @@ enum lie { /* lie.c says what is false */
            LIE_SYNC,
            LIE_UNLOCKED,
            LIE_WORD_EARLY,
+           LIE_WORD_OVERTAKES,
            LIE_WORD_WAIT,
+           LIE_WORD_WAIT_ONE,
 };
 
 struct standin {
@@ -216,6 +222,10 @@ void record_release(struct record *record);
 CUresult lie_read(void); /* CUDA_ERROR_UNKNOWN: there is no lie of that name */
 bool lies(enum lie lie);
 void lie_late(const struct operation *operation, size_t from); /* what is behind `from`: later */
+void lie_overtake(const struct operation *first); /* a word behind copies is written before them */
+int lie_import(int fd);                           /* the descriptor that came before this one */
+void lie_close(struct memory *memory);            /* what it maps is kept, for lie_reopen */
+struct file_header *lie_reopen(uint32_t pid, uint32_t device, uint64_t length); /* or NULL */
 
 /* vmm.c */
 bool vmm_covers(const struct memory *memory, CUdeviceptr address, size_t length, int access);

@@ -404,7 +404,9 @@ EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *h
     if (control_take(&standin.control->open_fail_count))
         return standin_leave((CUresult)peek(&standin.control->open_fail_code));
     open_takes_time();
-    result = import(&made, (int)(intptr_t)descriptor);
+    const int fd = lie_import((int)(intptr_t)descriptor);
+    result = import(&made, fd);
+    (void)close(fd);
     if (result == CUDA_SUCCESS)
         *handle = (uintptr_t)made;
     return standin_leave(result);

@@ -100,12 +100,18 @@ static void copy_bytes(const struct operation *operation)
 {
     const bool slow = peek(&standin.control->copy_slow_kinds) & operation->copy_kind;
     const size_t length = told_length(operation), step = lies(LIE_SHIFTED) ? PAGE : SLICE_BYTES;
+    const bool has_hole = lies(LIE_HOLE) && length >= 8 * PAGE;
+    uint8_t before[PAGE], *const middle = operation->target + length / 2;
+    if (has_hole)
+        (void)memcpy(before, middle, PAGE);
     for (size_t at = 0; at < length; at += step) {
         const size_t left = length - at, slice = left < step ? left : step;
         (void)memmove(operation->target + at, source_at(operation, at), slice);
         if (slow)
             nap(peek(&standin.control->copy_us_per_mib) * 1000 * slice / SLICE_BYTES);
     }
+    if (has_hole)
+        (void)memcpy(middle, before, PAGE);
 }
 
 static void remember(const struct operation *operation)
@@ -145,6 +151,8 @@ static CUresult batch(const struct operation *operation, const struct CUctx_st *
 {
     CUresult result = CUDA_SUCCESS;
     for (size_t i = operation->part_count; i-- > 0;) {
+        if (i == 1 && lies(LIE_BATCH))
+            continue;
         const CUresult error = copy(&operation->parts[i], context);
         result = error ? error : result;
     }
@@ -272,6 +280,7 @@ void *worker_main(void *argument)
             const struct CUstream_st **engine = engine_of(stream);
             if (engine)
                 *engine = stream;
+            lie_overtake(operation);
             (void)pthread_mutex_unlock(&standin.lock);
             over = perform(operation, stream->context, &error);
             (void)pthread_mutex_lock(&standin.lock);

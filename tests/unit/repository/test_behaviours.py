@@ -22,14 +22,18 @@ from tests.support import standin
 SOURCE = Path(behaviours.__file__)
 #: Lie -> a belief that it contradicts.
 NOTICED = {
+    "batch": "a_batch_is_copied_in_its_streams_order",
     "buffer": "numbers_of_allocations_never_come_back",
     "dead": "a_copy_outlives_its_owner",
     "descriptor": "a_descriptor_gives_memory_to_another_process",
     "event": "an_event_is_not_done_before_its_stream_is",
     "event-wait": "a_stream_waits_for_an_event",
     "freed": "a_handle_of_freed_memory_does_not_open",
+    "hole": "copies_are_whole",
+    "import": "a_descriptor_gives_memory_to_another_process",
     "late": "a_copy_has_arrived_when_its_event_is_done",
     "other": "a_handle_opens_the_memory_it_was_made_of",
+    "reopened": "a_new_handle_opens_new_memory",
     "restored": "a_checkpointed_process_holds_no_memory",
     "shifted": "a_handle_opens_the_memory_it_was_made_of",
     "short": "copies_are_whole",
@@ -37,7 +41,9 @@ NOTICED = {
     "sync": "a_stream_is_busy_until_its_work_is_done",
     "unlocked": "a_locked_process_waits_in_the_driver",
     "word-early": "a_word_is_written_after_what_is_before_it",
+    "word-overtakes": "a_word_is_written_after_what_is_before_it",
     "word-wait": "a_stream_waits_for_a_word",
+    "word-wait-one": "a_stream_waits_for_a_word",
 }
 LONG_S = 20  #: a lie shows much earlier, and this wait ends when it does
 
