@@ -15,6 +15,7 @@ import pytest
 
 from pccheckd.control.attach import AttachServer
 from pccheckd.control.handlers import Handlers
+from pccheckd.core.descriptors import Descriptors
 from pccheckd.front.endpoints import FRONT
 from pccheckd.helper import framing
 from pccheckd.helper.keeper import HelperProcess, Keeper
@@ -56,7 +57,7 @@ class Answers:
 
 
 def session(uid: int) -> Session:
-    return cast(Session, SimpleNamespace(uid=uid))
+    return cast(Session, SimpleNamespace(uid=uid, descriptors=Descriptors()))
 
 
 @contextlib.contextmanager
@@ -83,6 +84,7 @@ async def test_many_connections_of_a_user_are_read_one_after_another(loop: Loop)
             for uid, (ours, _) in zip(users, pairs, strict=True)
         ]
         while len(answers.passes[ONE]) < CONNECTIONS * PACKETS:
+            assert not any(one.done() for one in serving)
             await asyncio.sleep(0)
         for _, theirs in pairs:
             theirs.close()
