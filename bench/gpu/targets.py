@@ -28,7 +28,7 @@ class Target:
     least: float = 0.0
     most: float = float("inf")
     runs: int = 1
-    says: Callable[[Document], str] = lambda _: ""  # what is told beside the figure
+    says: Callable[[Document], str] = lambda _: ""  # words beside the figure
 
     def judge(self, document: Document) -> tuple[str, str]:
         """The verdict, and what was found: median, minimum, maximum and number of runs."""

@@ -514,8 +514,9 @@ class PCcheckClient(Closing):
         self, connection: Connection, state: Any, step: int, node: tree.Node, level: int
     ) -> InFlight:
         self._planner.hooks.follow()
-        self._planner.pushed = self._saver.pushed
-        snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, node)
+        snapshot = self._planner.snapshot(
+            connection.native.chunk_bytes, state, step, node, self._saver.pushed
+        )
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
         try:
@@ -789,8 +790,9 @@ class PCcheckClient(Closing):
     def _expose(self, connection: Connection, step: int) -> None:
         """Shares GPU memory before the first checkpoint, which meets the same failure again."""
         try:
-            self._planner.pushed = self._saver.pushed
-            made = self._planner.snapshot(connection.native.chunk_bytes, None, step, None)
+            made = self._planner.snapshot(
+                connection.native.chunk_bytes, None, step, None, self._saver.pushed
+            )
             self._saver.expose(connection, made)
         except (PccheckError, OSError) as error:
             LOG.debug("before the first checkpoint: %s", error)

@@ -111,7 +111,7 @@ def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
             wanted.note(f"step {one.id.step} is not intact: {error.message}")
     raise DamagedError(
         f"no snapshot of job {wanted.job!r} is intact: {errors[0]}",
-        hint="start the program again: with a PCcheckClient it goes on from its own checkpoints "
+        hint="start the program again: a PCcheckClient continues from its own checkpoints "
         "(pccheckctl list)",
     )
 
@@ -270,7 +270,7 @@ def _way_out(reasons: list[str], facts: Facts) -> str:
     if facts.library:
         jobs = ", ".join(sorted(facts.library))
         hints.append(
-            f"or start the program again, which goes on from its own checkpoints (job {jobs})"
+            f"or start the program again, which continues from its own checkpoints (job {jobs})"
         )
     return "; ".join(hints)
 

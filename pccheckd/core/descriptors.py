@@ -52,13 +52,13 @@ class Lot:
     def close(self) -> None:
         for descriptor in self.take():
             with contextlib.suppress(OSError):  # it is not a socket
-                _linger_not(descriptor)
+                _close_at_once(descriptor)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
-def _linger_not(descriptor: int) -> None:
-    """The closing of a socket that lingers would wait until its bytes are read."""
+def _close_at_once(descriptor: int) -> None:
+    """Else the closing of a socket that lingers waits until its bytes are read."""
     one = socket.socket(fileno=descriptor)
     try:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))

@@ -206,14 +206,9 @@ class Engine:
         self._next_number += 1
         # In a thread: it starts lanes x writers threads.
         return number, await self.call(
-            uid,
-            _core.Tenant,
-            self.pool,
-            self._events,
-            id=number,
-            foreign=uid != os.geteuid(),
+            uid, _core.Tenant, self.pool, self._events, id=number, foreign=uid != os.geteuid(),
             **shape._asdict(),
-        )
+        )  # fmt: skip
 
     def listen(self, number: int, listener: Callable[[_core.Event], None]) -> None:
         """The events of that tenant go to `listener`, on the loop, until `forget`."""

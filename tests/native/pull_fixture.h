@@ -485,3 +485,15 @@ static inline void pull_close(struct pull *p)
     CHECK_EQUAL(peek(&p->control->pageable_copies) + peek(&p->control->contexts), 0);
     expected_free(p);
 }
+
+/* How a save ended. */
+static inline struct pcc_event end_of(struct pull *p, uint64_t snapshot)
+{
+    struct pcc_event event;
+
+    do
+        event = event_next(&p->f);
+    while (event.id != snapshot ||
+           (event.kind != PCC_EVENT_DURABLE && event.kind != PCC_EVENT_FAILED));
+    return event;
+}

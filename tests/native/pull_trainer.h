@@ -146,7 +146,7 @@ static inline void *trainer_answers(void *bytes)
 
     while (PCC_READ_ACQUIRE(&page->ended) == 0) {
         const uint32_t rung = pcc_bell_read(&page->client_bell);
-        pcc_page_answer(page);
+        pcc_life_tell(page);
         if (PCC_READ_ACQUIRE(&page->ended) == 0)
             pcc_futex_wait(&page->client_bell, rung, pcc_now_ns() + PCC_BELL_SLICE_NS);
     }

@@ -82,7 +82,7 @@ static void test_too_little_memory(void)
     CHECK_EQUAL(check_mappings("memfd:test-pool"), before);
 }
 
-/* Before Linux 5.14 the call is unknown, and the memory is there all the same. */
+/* Linux before 5.14 does not know the call. The memory is there nevertheless. */
 static void test_old_kernel(void)
 {
     fail_code = EINVAL;

@@ -295,7 +295,7 @@ static void test_the_trainer_answers(void)
     CHECK(kill(p.trainer.pid, SIGSTOP) == 0);
     copies_go_on(&p);
     const uint64_t deadline = soon();
-    while (PCC_READ(&p.f.page.page->asked) == PCC_READ(&p.f.page.page->answered))
+    while (PCC_READ(&p.f.page.page->life_asked) == PCC_READ(&p.f.page.page->life_told))
         CHECK(pcc_now_ns() < deadline);
     CHECK(done_of(&p, 2, 0) != 2);
     CHECK(kill(p.trainer.pid, SIGCONT) == 0);

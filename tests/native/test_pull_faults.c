@@ -202,7 +202,7 @@ static void test_context_lost(void)
 }
 
 /* What was pinned for one GPU and what is pinned later have nothing to do with another one that is
- * lost: the daemon goes on to pull from the others. */
+ * lost: the daemon pulls from the others as before. */
 static void test_a_lost_gpu_leaves_the_others(void)
 {
     struct pull p;

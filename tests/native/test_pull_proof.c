@@ -2,17 +2,6 @@
  * daemon reads. The test answers the daemon's questions, as it likes. */
 #include "pull_fixture.h"
 
-static struct pcc_event end_of(struct pull *p, uint64_t snapshot)
-{
-    struct pcc_event event;
-
-    do
-        event = event_next(&p->f);
-    while (event.id != snapshot ||
-           (event.kind != PCC_EVENT_DURABLE && event.kind != PCC_EVENT_FAILED));
-    return event;
-}
-
 static void is_durable(struct pull *p, uint64_t snapshot)
 {
     const struct pcc_event event = end_of(p, snapshot);

@@ -49,7 +49,6 @@ class Planner:
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
-        self.pushed: frozenset[int] = frozenset()  #: see `Shape.pushed`
         self._parts = (part or (rank, world_size, 0)) if replicated else (0, 0, 0)
         _, count, first = self._parts if replicated else (0, world_size, 0)
         self._row = DividingRanks(world_size, first, count)
@@ -124,12 +123,15 @@ class Planner:
         else:
             self._unheld = True
 
-    def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
-        """A snapshot of `state`, or without one of what is attached. Raises UnsupportedStateError,
-        and UsageError when nothing is attached."""
+    def snapshot(
+        self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node,
+        pushed: frozenset[int] = frozenset(),
+    ) -> Snapshot:  # fmt: skip
+        """A snapshot of `state`, or without one of what is attached; `pushed` as in `Shape`. Raises
+        UnsupportedStateError, and UsageError when nothing is attached."""
         try:
             with no_collection():
-                return self._snapshot(chunk_bytes, state, step, metadata)
+                return self._snapshot(chunk_bytes, state, step, metadata, pushed)
         except (PccheckError, OSError):
             raise
         except Exception as error:  # of an object that is unlike all that is known
@@ -138,11 +140,13 @@ class Planner:
                 hint="attach objects of torch, or objects with state_dict and load_state_dict",
             ) from error
 
-    def _snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
+    def _snapshot(
+        self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node, pushed: frozenset[int]
+    ) -> Snapshot:
         wait = self.wait
         mode = "sync" if wait else self._options.gate
         aside = self._options.snapshot == "device" and not wait
-        shape = Shape(chunk_bytes, aside, *self._parts, pushed=self.pushed)
+        shape = Shape(chunk_bytes, aside, *self._parts, pushed=pushed)
         if state is not None:
             sorting = gating.Gating(self.attached, mode, self._loose)
             about = origin.node({}, self.client)

@@ -91,8 +91,8 @@ static int locate(const struct builder *builder, struct pcc_client_device *devic
                   uint64_t address, struct pcc_extent *out)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    CUdeviceptr base;
-    size_t length;
+    CUdeviceptr base = 0;
+    size_t length = 0;
     int capable = 1;
 
     CUresult result = cuda->address_range(&base, &length, (CUdeviceptr)address);

@@ -185,7 +185,7 @@ void *pcc_client_run(void *argument)
         const uint32_t rung = pcc_bell_read(bell);
         if (PCC_READ_ACQUIRE(&client->stop))
             return NULL;
-        pcc_page_answer(client->view.page);
+        pcc_life_tell(client->view.page);
         const uint64_t deadline_ns = pcc_client_expire(client);
         if (pcc_client_ended(client) || !send_requests(client) || !pcc_client_take_grants(client) ||
             !take_messages(client))

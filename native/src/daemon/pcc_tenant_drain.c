@@ -279,7 +279,7 @@ static bool sources_judge(struct pcc_tenant *tenant)
 
     PCC_LOCKED(&tenant->lock);
     /* Acquire: what was judged was read before the question. */
-    const bool answered = PCC_READ_ACQUIRE(&page->answered) == tenant->pull.asked;
+    const bool answered = PCC_READ_ACQUIRE(&page->life_told) == tenant->pull.life_asked;
     for (uint32_t i = 0; i < PCC_TENANT_SAVES * PCC_SOURCES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i / PCC_SOURCES];
         struct pcc_source *source = &save->sources[i % PCC_SOURCES];
@@ -293,7 +293,8 @@ static bool sources_judge(struct pcc_tenant *tenant)
         source->asked |= left;
     }
     if (asks) {
-        PCC_WRITE_RELEASE(&page->asked, ++tenant->pull.asked); /* what was read comes before */
+        PCC_WRITE_RELEASE(&page->life_asked,
+                          ++tenant->pull.life_asked); /* what was read comes before */
         pcc_tenant_wake_client(tenant);
     }
     return any;

@@ -138,7 +138,7 @@ struct pcc_tenant_proof {       /* the one that is under way; the drain thread's
 
 struct pcc_tenant_pull {
     pthread_cond_t part_ended;
-    uint32_t asked;                /* the last question whether the trainer lives: its number */
+    uint32_t life_asked;           /* the last question whether the trainer lives: its number */
     struct pcc_tenant_map *map;    /* exposed last; NULL = none */
     struct pcc_tenant_map *unused; /* without a holder: to be closed without the lock */
     struct pcc_tenant_part *parts; /* that copiers have */

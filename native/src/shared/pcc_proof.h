@@ -11,8 +11,8 @@ struct pcc_proof_place {
     uint32_t length_bytes; /* of the block, up to PCC_PROOF_BYTES */
 };
 
-/* Of the allocations of a device whose flag in `known` is not set. *out is malloc'ed; each call
- * chooses anew, and finds the same allocations and pieces in the same order. -ENOMEM, -EIO (no
+/* Of the allocations of a device whose flag in `known` is not set. *out is malloc'ed. Each call
+ * makes a new choice, for the same allocations and pieces in the same order. -ENOMEM, -EIO (no
  * random numbers). */
 PCC_MUST_CHECK int pcc_proof_choose(const struct pcc_exposure_view *view, uint32_t device,
                                     const bool *known, struct pcc_proof_place **out,

@@ -97,14 +97,14 @@ static inline struct pcc_request *pcc_page_request(const struct pcc_page_view *v
 }
 
 /* A thread of the trainer: says that its process lives, if the daemon has asked. */
-static inline void pcc_page_answer(struct pcc_page *page)
+static inline void pcc_life_tell(struct pcc_page *page)
 {
     /* Acquire and release: the thread runs after the question, and before the answer. */
-    const uint32_t asked = PCC_READ_ACQUIRE(&page->asked);
+    const uint32_t asked = PCC_READ_ACQUIRE(&page->life_asked);
 
-    if (asked == PCC_READ(&page->answered))
+    if (asked == PCC_READ(&page->life_told))
         return;
-    PCC_WRITE_RELEASE(&page->answered, asked);
+    PCC_WRITE_RELEASE(&page->life_told, asked);
     pcc_bell_ring(&page->daemon_bell);
 }
 

@@ -272,11 +272,11 @@ struct pcc_page {
     /* Stored once, when the session is over: */
     _Atomic uint32_t ended; /* by the daemon: no chunk is the client's to fill any more */
     _Atomic uint32_t quiet; /* by the client: nothing of it writes to a chunk any more */
-    /* By the daemon: a number, which a thread of the trainer repeats in `answered`. So the process
+    /* By the daemon: a number, which a thread of the trainer repeats in `life_told`. So the process
      * lived after the question. */
-    _Atomic uint32_t asked;
+    _Atomic uint32_t life_asked;
     _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
-    _Atomic uint32_t answered;
+    _Atomic uint32_t life_told;
     struct pcc_ring_index to_client;
     struct pcc_ring_index to_daemon;
     _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];

@@ -1,4 +1,4 @@
-"""Which ends of a save the user is told."""
+"""A save has ended: when that is reported to the user, and when it is no news."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pccheck_wire.ends import Cause
 
 
 class Failures:
-    """The steps that the user is told of."""
+    """Collects the steps whose failure is reported."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []

@@ -232,7 +232,7 @@ def test_ranks_share_what_trains_as_well_as_all() -> None:
     assert loads == [(8192, 2048), (4096, 2048)]
 
 
-def test_memory_that_cannot_be_mapped_lies_behind_the_pulled_sections() -> None:
+def test_memory_that_cannot_be_mapped_is_laid_out_last() -> None:
     """But for what is staged: that is copied to memory that can be mapped."""
     views = [
         view(1 << 40, 512, 0), view(2 << 40, 100, 0), view(3 << 40, 64, 1),

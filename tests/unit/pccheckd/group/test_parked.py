@@ -182,7 +182,7 @@ def test_what_another_node_replaced_in_memory_is_superseded() -> None:
     assert decide([wanted, new], idle=False).drop == [(wanted, None)]
 
 
-def test_what_a_newer_one_has_passed_is_superseded_before_that_is_durable() -> None:
+def test_a_passed_one_is_superseded_by_one_that_is_being_written() -> None:
     """The nodes give it up as soon as they have been promised the newer one."""
     before, new = known(1, D, D), known(3, W, W)
     old = known(2, P, P, never=True)._replace(is_passed=True)
