@@ -56,7 +56,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
+            arrivals = select.poll()  # select() takes no descriptor above 1023
+            arrivals.register(self._told, select.POLLIN)
+            if not arrivals.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             self.returncode = self._number()
             os.close(self._told)
