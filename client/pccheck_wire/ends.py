@@ -171,7 +171,7 @@ _BY_CODE = {
     ("copy", "OTHER_BYTES"): (
         "other bytes were copied from the GPU than the trainer had there",
         "a tensor that nothing guards was changed during the copy; otherwise the driver is to "
-        "blame: report its version, and use transfer='push'",
+        "blame: report its version",
     ),
     ("copy", "ETIMEDOUT"): (
         "the trainer did not show in time that it can read the GPU memory that it shares",

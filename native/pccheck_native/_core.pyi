@@ -510,6 +510,10 @@ class Client:
     def stage(self, device: int, stream: int, copies: _Packed, *, aside: bool = False) -> None:
         """Copies on the device into its staging: packed <QQQ (address, staging offset, length)."""
 
+    def sample(self, snapshot: int, device: int, stream: int, device_ranges: _Packed) -> None:
+        """The stream copies a few bytes of these ranges, packed <QQQII (address, offset, length,
+        GPU, 0), all that the snapshot has of GPUs. A copy with other bytes fails the snapshot."""
+
     def mark(
         self, snapshot: int, device: int, stream: int, *, pull: bool, aside: bool = False
     ) -> None: ...

@@ -405,6 +405,20 @@ static PyObject *client_stage(PyObject *self, PyObject *args, PyObject *kwargs)
         pcc_client_stage(handle, device, stream, copies.copies, copies.count, aside));
 }
 
+static PyObject *client_sample(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "device", "stream", "device_ranges", NULL};
+    uint64_t snapshot, stream;
+    uint32_t device;
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:sample", names, pcc_py_u64, &snapshot,
+                                     ordinal, &device, pcc_py_u64, &stream, pcc_py_device_ranges,
+                                     &ranges))
+        return NULL;
+    PCC_PY_RETURN_DONE(
+        pcc_client_sample(handle, snapshot, device, stream, ranges.device_items, ranges.count));
+}
+
 static PyObject *client_mark(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "device", "stream", "pull", "aside", NULL};
@@ -547,6 +561,7 @@ static PyMethodDef methods[] = {
     PCC_PY_METHOD("staging", client_staging),
     {"staging_trim", client_staging_trim, METH_NOARGS, NULL},
     PCC_PY_METHOD("stage", client_stage),
+    PCC_PY_METHOD("sample", client_sample),
     PCC_PY_METHOD("mark", client_mark),
     PCC_PY_METHOD("hold", client_hold),
     {"reached", client_reached, METH_O, NULL},

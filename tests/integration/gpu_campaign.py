@@ -35,7 +35,7 @@ from typing import Any
 from pccheck.state.devices import HOST
 from tests.support.gpunode import Node
 from tests.support.gputrainer import GpuTrainer, Part
-from tests.support.standin import ALWAYS, ON_DEVICE, TO_HOST, Faults
+from tests.support.standin import ALWAYS, ON_DEVICE, SAMPLES, TO_HOST, Faults
 from tests.support.trainer import RemoteError
 
 PARTS = (
@@ -93,15 +93,16 @@ class Scene:
 
 
 def _copy_refused(scene: Scene) -> None:
-    scene.copier.fail_copy(scene.rng.randint(1, 12), 1, behind=False)
+    scene.copier.fail_copy(scene.rng.randint(1, 12 + SAMPLES), 1, behind=False)
 
 
 def _copy_broken(scene: Scene) -> None:
-    scene.copier.fail_copy(scene.rng.randint(1, 12), 1, behind=True)
+    scene.copier.fail_copy(scene.rng.randint(1, 12 + SAMPLES), 1, behind=True)
 
 
 def _copy_illegal(scene: Scene) -> None:
-    scene.copier.fail_copy(scene.rng.randint(1, 12), LOST, behind=scene.rng.random() < 0.5)
+    nth, behind = scene.rng.randint(1, 12 + SAMPLES), scene.rng.random() < 0.5
+    scene.copier.fail_copy(nth, LOST, behind=behind)
 
 
 def _copy_aside_refused(scene: Scene) -> None:
@@ -135,7 +136,7 @@ def _slow(scene: Scene) -> None:
 
 def _held(scene: Scene) -> None:
     """Sometimes longer than the stall limit."""
-    scene.copier.hold_copies(after=scene.rng.randint(0, 5))
+    scene.copier.hold_copies(after=scene.rng.randint(0, 5 + SAMPLES))
     time.sleep(scene.rng.choice([0.01, 0.1, 0.8]))  # the length of the hang is part of the fault
     scene.copier.release_copies()
 

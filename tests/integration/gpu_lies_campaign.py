@@ -108,7 +108,8 @@ def play(node: Node, way: str, steps: int) -> dict[str, str]:
     reader = node.connect(PARTS, **WAYS[way])
     back = reader.recover()
     skipped = f"; skipped {back['skipped']}" if back["skipped"] else ""
-    found["durable"] = (back["wrong"] or f"right, step {back['step']}") + skipped
+    right = f"right, step {back['step']}" if back["found"] else "nothing"
+    found["durable"] = (back.get("wrong") or right) + skipped
     return found
 
 

@@ -19,6 +19,7 @@ from pccheck_wire.messages import Chose, Expose, Hello, Request, Role
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import PARTS, GpuTrainer, Part
+from tests.support.standin import SAMPLES
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's counts")
 #: More than a piece of 2 MiB.
@@ -38,7 +39,6 @@ def saves(trainer: GpuTrainer, steps: int = 3) -> None:
 
 #: Files that other work of the daemon opens meanwhile.
 FEW = 2
-SAMPLES = 16  # that the trainer copies of each checkpoint before the daemon reads it
 
 
 def open_files(node: Node) -> int:

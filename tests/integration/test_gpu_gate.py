@@ -14,6 +14,7 @@ from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import PARTS, GpuTrainer, Part, off_by, raw
+from tests.support.standin import SAMPLES
 from tests.support.trainer import RemoteError
 from tests.support.waiting import until
 
@@ -29,7 +30,7 @@ def held_back(node: Node, pushes: GpuTrainer | None = None) -> Iterator[None]:
     if fakegpu.is_real():
         node.daemon.kill(signal.SIGSTOP)
     else:
-        faults.hold_copies()
+        faults.hold_copies(after=SAMPLES if pushes else 0)
     yield
     if fakegpu.is_real():
         node.daemon.kill(signal.SIGCONT)
@@ -82,16 +83,17 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(node: Node) -> None:
 
 
 @stand_in
-def test_without_the_gate_the_damage_is_seen(node: Node) -> None:
-    """The same with an update that has no gate and that torch does not count: what is pulled is not
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_without_the_gate_the_damage_is_seen(node: Node, transfer: str) -> None:
+    """The same with an update that has no gate and that torch does not count: what is copied is not
     what was sampled before."""
-    trainer = node.ready(gate="manual")
-    node.faults.hold_copies()
-    handle = trainer.checkpoint()
-    trainer.update_unasked(counted=False)
-    node.faults.wait_for(lambda f: f.held_copies > 0)
-    trainer.synchronize()
-    node.faults.release_copies()
+    trainer = node.ready(gate="manual", transfer=transfer)
+    pushes = trainer if transfer == "push" else None
+    with held_back(node, pushes):
+        handle = trainer.checkpoint()
+        trainer.update_unasked(counted=False)
+        (pushes or node).faults.wait_for(lambda f: f.held_copies > 0)
+        until(trainer.idle)
     assert trainer.ended(handle) == "failed"
     assert "other bytes were copied" in trainer.reason(handle)
     assert trainer.wait_durable(trainer.checkpoint()) == "durable"

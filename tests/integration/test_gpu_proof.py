@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from tests.support import fakegpu
@@ -11,6 +14,7 @@ from tests.support.gputrainer import Part
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="a card's driver does not lie")
 #: Each in an allocation of its own, of one length, for which the driver's lie exchanges them.
 PARTS = (Part(2_700_000), Part(2_700_000))
+UPDATE_S = 0.2
 
 
 @pytest.mark.parametrize("snapshot", ["overlap", "blocking"])
@@ -34,6 +38,32 @@ def test_a_handle_that_opens_other_memory(snapshot: str) -> None:
         assert transfer == "push" and "reads on GPU 0" in reason
         assert "did not show that it reads" in node.daemon.log.read_text()
         assert trainer.check(4) == ""
+
+
+def late_step(trainer: Any) -> None:
+    """The update begins late, and the CPU does not wait for it."""
+    trainer.gpu.launch(lambda: time.sleep(UPDATE_S), 0)
+    trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("lie", "ways"),
+    [
+        ("short", {"transfer": "push"}),
+        ("event", {"transfer": "push"}),
+        ("event-wait", {"transfer": "push", "snapshot": "device"}),
+        ("batch", {"transfer": "pull", "snapshot": "device"}),
+    ],
+)
+def test_copies_that_are_not_those_of_the_stream(lie: str, ways: dict[str, Any]) -> None:
+    """Whoever makes them, and wherever they are made."""
+    with Node("--dram", "128MiB", lie=lie) as node:
+        trainer = node.start().connect(PARTS, **ways)
+        for _ in range(3):
+            trainer.evaluate(late_step)
+            handle = trainer.checkpoint()
+            assert trainer.ended(handle) == "failed"
+            assert "other bytes were copied" in trainer.reason(handle)
 
 
 def test_copies_that_bring_what_was_there_before() -> None:

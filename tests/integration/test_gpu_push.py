@@ -8,6 +8,7 @@ from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import PARTS, GpuTrainer, Part
+from tests.support.standin import SAMPLES
 from tests.support.trainer import RemoteError
 
 stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
@@ -187,7 +188,7 @@ def test_all_copies_are_enqueued_and_the_cpu_goes_on(node: Node) -> None:
     trainer = node.connect(transfer="push")
     assert trainer.save() == "durable"
     trainer.step()
-    trainer.faults.hold_copies()
+    trainer.faults.hold_copies(after=SAMPLES)
     handle = trainer.checkpoint()
     assert trainer.step() == 3  # the copies stand still, and were enqueued
     assert not trainer.idle()
@@ -207,7 +208,7 @@ def test_the_host_waits_while_copies_are_to_be_enqueued(start_node: Start) -> No
     trainer = node.connect(LARGE, transfer="push")
     assert trainer.save() == "durable"
     trainer.step()
-    trainer.faults.hold_copies()
+    trainer.faults.hold_copies(after=SAMPLES)
     handle = trainer.checkpoint()
     trainer.post("step")
     trainer.faults.wait_for(lambda f: f.held_copies == 1)

@@ -13,7 +13,7 @@ import pytest
 from tests.support import fakegpu
 from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part
-from tests.support.standin import ALWAYS, ON_DEVICE
+from tests.support.standin import ALWAYS, ON_DEVICE, SAMPLES
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's counters")
@@ -21,20 +21,19 @@ pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's 
 #: between each two others, and all frozen ones come first in the payload.
 MANY = tuple(Part(200, kind=kind) for _ in range(389) for kind in ("trained", "frozen"))
 TENSORS = 389 * 3
-SAMPLES = 16  #: copies of a few bytes each, which the daemon compares with what it pulls
 NOT_SUPPORTED = 801
 SHORT_LIMIT_S = 0.5
 LATE_S = 30.0  #: calls that wait for the GPU end then
 
 
 def behind_a_busy_stream(trainer: Any) -> tuple[int, int, int]:
-    """A checkpoint while the GPU is behind, and its streams take 32 launches: the call returns. The
-    checkpoint, the number of its launches, and that of the copies that they brought."""
+    """A checkpoint while the GPU is behind, and its streams take few launches: the call returns.
+    The checkpoint, the number of its launches, and that of the copies that they brought."""
     faults = fakegpu.Faults(Path(os.environ["PCCHECK_STANDIN_FAULTS"]))
     goes_on = threading.Event()
     trainer.gpu.synchronize()
     trainer.gpu.launch(goes_on.wait)
-    faults.set(launch_queue=32)
+    faults.set(launch_queue=12 + SAMPLES)
     launches, copies = faults.launches, faults.copies_on_device
     handle = trainer.checkpoint()
     launches = faults.launches - launches

@@ -172,8 +172,8 @@ static uint8_t byte_at(uint64_t offset)
     return offset < 3000 ? 1 : offset < 2 * CHUNK ? 2 : 3;
 }
 
-/* Before `ready` the stream copies some bytes of each GPU for the daemon to compare: what is there
- * in stream order, at random places and at ends of chunks. */
+/* The stream copies some bytes of each GPU to compare: what is there in stream order, at random
+ * places and at ends of chunks. */
 static void test_samples(void)
 {
     struct daemon d;
@@ -182,17 +182,19 @@ static void test_samples(void)
     const struct pcc_device_range ranges[] = {on_gpu(0, a + 100, 0, 3000),
                                               on_gpu(0, a + CHUNK, 4096, 2 * CHUNK - 4096),
                                               on_gpu(1, b, 2 * CHUNK, 40)};
+    const struct pcc_device_range bad[][2] = {{on_gpu(0, a, 64, 64), on_gpu(0, a + 64, 0, 64)},
+                                              {on_gpu(0, a, 0, 64), on_gpu(0, a + 64, 64, 0)},
+                                              {on_gpu(0, a, 0, 64), on_gpu(0, a, 64, -8ull)}};
     uint32_t ends = 0, others = 0;
-    uint64_t length;
-    uint8_t *bytes;
 
     daemon_open_gpu(&d, 4, &streams[0], 0);
     CHECK(pcc_client_device_open(d.client, 1) == 0);
     stream_open(&streams[1], 1);
-    pull(&d, 1, &streams[0], false); /* nothing is exposed */
+    CHECK(pcc_client_request(d.client, 1) == 0);
+    for (uint32_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
+        CHECK(pcc_client_sample(d.client, 1, 0, handle(&streams[0]), bad[i], 2) == -EINVAL);
+    CHECK(pcc_client_sample(d.client, 1, 0, handle(&streams[0]), ranges, 0) == 0);
     CHECK_EQUAL(pcc_page_samples(&d.view, 1)[0].length_bytes, 0);
-    CHECK(pcc_client_expose(d.client, ranges, 3, 3 * CHUNK, false, &bytes, &length) == 0);
-    free(bytes);
     for (uint64_t snapshot = 2; snapshot < 20; snapshot++) {
         CHECK(pcc_client_request(d.client, snapshot) == 0);
         for (uint32_t gpu = 0; gpu < 2; gpu++) {
@@ -200,6 +202,8 @@ static void test_samples(void)
             stream_fill(&streams[gpu], gpu ? b : a, gpu ? 3 : 1, CHUNK);
             if (gpu == 0)
                 stream_fill(&streams[0], a + CHUNK, 2, 2 * CHUNK);
+            CHECK(pcc_client_sample(d.client, snapshot, gpu, handle(&streams[gpu]), ranges, 3) ==
+                  0);
             CHECK(pcc_client_mark(d.client, snapshot, gpu, handle(&streams[gpu]), true, false) ==
                   0);
             stream_fill(&streams[gpu], gpu ? b : a, 9, CHUNK); /* the next step */
@@ -210,12 +214,13 @@ static void test_samples(void)
             const struct pcc_sample *sample = &pcc_page_samples(&d.view, snapshot)[i];
             const uint64_t end = sample->offset_bytes + sample->length_bytes;
             CHECK(sample->length_bytes > 0 && sample->length_bytes <= PCC_SAMPLE_BYTES);
-            CHECK((sample->offset_bytes >= 2 * CHUNK) == (i >= PCC_SAMPLES / 2));
+            const bool first = sample->offset_bytes < 2 * CHUNK;
+            CHECK(first == ((i + snapshot) % 2 == 0)); /* each GPU has half of them */
             CHECK(sample->offset_bytes / CHUNK == (end - 1) / CHUNK);
             CHECK(end <= 3000 || (sample->offset_bytes >= 4096 && end <= 2 * CHUNK + 40));
             CHECK(all(sample->bytes, sample->length_bytes, byte_at(sample->offset_bytes)));
             ends += end == CHUNK || end == 2 * CHUNK;
-            others += i < PCC_SAMPLES / 2 && end % CHUNK != 0;
+            others += first && end % CHUNK != 0;
         }
         CHECK(pcc_client_abandon(d.client, snapshot));
     }

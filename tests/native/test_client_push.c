@@ -301,6 +301,54 @@ static void test_refused_copy(void)
     gpu_free(0, memory);
 }
 
+static bool has_landed(struct pcc_client *client, uint64_t snapshot)
+{
+    PCC_LOCKED(&client->lock);
+    return client->jobs[snapshot % PCC_SNAPSHOTS].flights == 0;
+}
+
+/* What is copied has to be what the trainer's stream had there when it was sampled; every range is
+ * sampled, also a small one. */
+static void test_samples(void)
+{
+    struct daemon d;
+    struct stream stream;
+    const CUdeviceptr memory = gpu_alloc(0, 4 * CHUNK);
+    const struct pcc_device_range ranges[] = {
+        on_gpu(0, memory, 0, 2 * CHUNK + 100), on_gpu(0, memory + 3 * CHUNK, 2 * CHUNK + 128, 8),
+        on_gpu(0, memory + 3 * CHUNK + 8, 2 * CHUNK + 192, 1)};
+    const struct pcc_submission submission = {.device_ranges = ranges,
+                                              .device_range_count = 3,
+                                              .tail = "tail",
+                                              .tail_bytes = 4,
+                                              .tail_offset_bytes = 3 * CHUNK};
+
+    daemon_open_gpu(&d, 3, &stream, 0);
+    for (uint64_t snapshot = 1; snapshot <= 40; snapshot++) {
+        const uint64_t changed = snapshot % 4; /* 0: none */
+        pattern(at(memory), 4 * CHUNK, snapshot);
+        CHECK(pcc_client_request(d.client, snapshot) == 0);
+        CHECK(pcc_client_sample(d.client, snapshot, 0, handle(&stream), ranges, 3) == 0);
+        UNTIL(stream_idle(&stream));
+        for (uint64_t i = 0; changed > 0 && i < ranges[changed - 1].length_bytes; i++)
+            ((uint8_t *)at(ranges[changed - 1].address))[i] ^= 1;
+        CHECK(pcc_client_mark(d.client, snapshot, 0, handle(&stream), false, false) == 0);
+        CHECK(pcc_client_submit(d.client, snapshot, &submission) == 0);
+        admit(&d, snapshot);
+        CHECK(changed == 0 || pcc_client_wait(d.client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
+        if (changed == 0) {
+            collect(&d, 3 * CHUNK + 4);
+            CHECK(memcmp(d.payload, at(memory), ranges[0].length_bytes) == 0);
+            CHECK(word_to(&d, snapshot, PCC_WORD_COPYING, PCC_WORD_COPIED));
+        }
+        CHECK_EQUAL(state_of(&d, snapshot).error, changed == 0 ? 0 : -PCC_E_OTHER_BYTES);
+        UNTIL((listen_to(&d), has_landed(d.client, snapshot)));
+        d.handed_bytes = 0;
+    }
+    daemon_close_gpu(&d, &stream);
+    gpu_free(0, memory);
+}
+
 /* A lost GPU: its snapshots fail, the host's go on. */
 static void test_lost_gpu(void)
 {
@@ -490,6 +538,7 @@ int main(void)
     RUN(test_pageable);
     RUN(test_pinned_ahead);
     RUN(test_refused_copy);
+    RUN(test_samples);
     RUN(test_dead_gpu);
     RUN(test_beside_pull);
     RUN(test_capture);

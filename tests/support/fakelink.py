@@ -89,6 +89,9 @@ class FakeLink:
     def stage(self, device: int, stream: int, copies: bytes, *, aside: bool = False) -> None:
         self._note("stage", device, stream, copies, aside)
 
+    def sample(self, snapshot: int, device: int, stream: int, device_ranges: bytes) -> None:
+        self._note("sample", snapshot, device, stream, device_ranges)
+
     def mark(
         self, snapshot: int, device: int, stream: int, *, pull: bool, aside: bool = False
     ) -> None:

@@ -33,6 +33,8 @@ _WORDS = re.findall(
 _MAGIC = 0x4C5254434E415453
 ALWAYS = 2**64 - 1
 TO_HOST, TO_DEVICE, ON_DEVICE = 1, 2, 4
+#: Copies to the host, of a few bytes each, that a trainer's stream makes for each checkpoint.
+SAMPLES = 32
 #: Calls about other processes, for the words that begin with process_.
 STATE, LOCK, CHECKPOINT, RESTORE, UNLOCK = 1, 2, 4, 8, 16
 SUCCESS, NOT_READY = 0, 600

@@ -81,11 +81,12 @@ EXPLAINED = frozenset(Phase) - GOING - {Phase.DURABLE, Phase.GLOBAL}
 REPORTED = frozenset({Phase.ABANDONED, Phase.UNKNOWN, Phase.FOUND, Phase.MISSING})
 
 #: Why the core gave up a copy by itself, by its error.
-TIMED_OUT, UNREADABLE = "ETIMEDOUT", "EFAULT"
+TIMED_OUT, UNREADABLE, OTHER_BYTES = "ETIMEDOUT", "EFAULT", "OTHER_BYTES"
 _LET_GO = {
     "": Why(Cause.STREAM_OVERDUE),
     TIMED_OUT: Why(Cause.STREAM_OVERDUE),
     UNREADABLE: Why(Cause.SOURCE_GONE),
+    OTHER_BYTES: Why(Cause.CODE, stage="copy", code=OTHER_BYTES),
 }
 
 

@@ -28,7 +28,7 @@ from pccheck.state.changes import LOST, Moved, Reading
 from pccheck_wire.ends import in_words
 
 from .in_flight import InFlight
-from .phases import UNREADABLE
+from .phases import OTHER_BYTES, UNREADABLE
 from .waiting import FOREVER_NS
 
 #: An operation that changes tensors in place ends within this time, plus the time for the state's
@@ -95,8 +95,8 @@ class Verdict:
             moved = self._reading.lost(now.fault) if now and unreadable else self._reading.moved()
             if moved is None:
                 return False
-            # The daemon may have seen the change, too: it does not know which tensor it was.
-            faulted = unreadable or (now is not None and now.code == "OTHER_BYTES")
+            # Daemon or core may have seen the change, too: they do not know which tensor it was.
+            faulted = unreadable or (now is not None and OTHER_BYTES in (now.code, now.error_name))
             with contextlib.suppress(ValueError, OSError):  # closed
                 fail_moved(self._save, moved, self._on_moved, faulted=faulted)
             self._end()

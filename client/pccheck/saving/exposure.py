@@ -92,6 +92,7 @@ class Handover:
         for device in part.devices:
             stream = devices.current_stream(device)
             aside = part.aside.get(device, b"")
+            native.sample(snapshot, device, stream, part.unstaged)
             if device in part.staged:
                 native.stage(device, stream, part.staged[device])
             if aside:

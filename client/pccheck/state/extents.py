@@ -119,6 +119,10 @@ class Section:
         start = self.staging_start
         return pack(Range(item.address, item.offset - start, item.nbytes) for item in ranges)
 
+    def tensors(self) -> list[Range]:
+        """Where the bytes are before anything was staged, in the payload's order."""
+        return [*self.in_place, *self.aside, *self.staged]
+
     def sources(self, staging: int) -> list[Range]:
         """Where the bytes are once everything was staged, at the address `staging`. What is there
         is one range: elsewhere neighbours may be of two allocations, which no copy may span."""
@@ -147,6 +151,11 @@ class DevicePart:
         self.staging_bytes = {s.device: s.staging_bytes for s in sections if s.staging_bytes}
         self.staged = {s.device: s.copies(s.staged) for s in sections if s.staged}
         self.aside = {s.device: s.copies(s.aside) for s in sections if s.aside}
+        #: Packed device ranges of everything, where it is before anything was staged.
+        self.unstaged = b"".join(
+            pack_device((r for r in s.tensors() if r.nbytes), s.device)
+            for s in (*sections, *(rest or ()))
+        )
         self._sections = sections
         self._packed: tuple[Mapping[int, int], bytes] | None = None
 

@@ -130,6 +130,13 @@ void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging h
 PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
                                     const struct pcc_device_copy *copies, uint64_t copy_count,
                                     bool aside);
+/* Before what the snapshot depends on is staged or marked, once for each of its GPUs: `stream`
+ * copies a few bytes of these ranges, which are all that the snapshot has of GPUs, in the order of
+ * the payload. What daemon or client copy later has to have the same bytes there, or the snapshot
+ * fails. Does nothing when the page cannot be mapped for the GPU. */
+PCC_MUST_CHECK int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                                     uint64_t stream, const struct pcc_device_range *ranges,
+                                     uint64_t range_count);
 /* Between request and submit, once for each GPU that the snapshot reads, or twice, with and without
  * `pull`, where the daemon reads a part and the client the rest; when all that the snapshot
  * depends on is enqueued on `stream` (or on the stream of the last `aside` stage). */

@@ -355,6 +355,16 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
     }
 }
 
+/* With lock held and the job not busy: this side abandons it. */
+static void give_up(struct pcc_client *client, struct pcc_job *job, int error)
+{
+    if (!pcc_client_job_abandon(client, job, error))
+        return;
+    pcc_client_job_end(job);
+    pcc_bell_ring(&client->view.page->daemon_bell);
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
 /* The oldest landed chunk goes to the daemon, whose writers make its checksums: they would keep
  * this thread from the next copies, and the trainer's CPU from training. As pcc_client_work. */
 static int finish_one(struct pcc_client *client)
@@ -366,8 +376,12 @@ static int finish_one(struct pcc_client *client)
     const struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
+    const bool right = pcc_page_as_sampled(&client->view, job->snapshot, client->chunk_at[chunk],
+                                           flight->offset_bytes, flight->length_bytes);
     pad(client->chunk_at[chunk], flight->length_bytes);
     PCC_LOCKED(&client->lock);
+    if (!right)
+        give_up(client, job, -PCC_E_OTHER_BYTES);
     const uint32_t state = PCC_READ(&job->state);
     job->flights--;
     if ((state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ) || PCC_READ(&job->stop)) {
@@ -469,11 +483,8 @@ static int fill_one(struct pcc_client *client)
             pcc_client_job_note(client, job);
     }
     job->busy = false;
-    if (result < 0 && pcc_client_job_abandon(client, job, result)) {
-        pcc_client_job_end(job);
-        pcc_bell_ring(&client->view.page->daemon_bell);
-        pcc_bell_ring(&client->view.page->client_bell);
-    }
+    if (result < 0)
+        give_up(client, job, result);
     (void)pthread_cond_broadcast(&client->idle);
     if (result == 0 && part.device != PCC_HOST)
         client->polling = true;

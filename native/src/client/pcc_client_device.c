@@ -112,11 +112,6 @@ static void page_map(struct pcc_client *client, uint32_t index)
     const struct pcc_cuda *cuda = device->gpu.cuda;
     char words[PCC_CUDA_WORDS_BYTES];
 
-    if (!device->gpu.memory_ops) {
-        (void)snprintf(device->cannot_pull, sizeof(device->cannot_pull),
-                       "its streams cannot wait for 64-bit words in memory");
-        return;
-    }
     void *page = pcc_map_alias(client->view.page, WORDS_BYTES);
     CUresult result = page == NULL
                           ? CUDA_ERROR_OUT_OF_MEMORY
@@ -125,6 +120,11 @@ static void page_map(struct pcc_client *client, uint32_t index)
         device->page_at = page;
     else if (page != NULL)
         (void)munmap(page, WORDS_BYTES);
+    if (!device->gpu.memory_ops) {
+        (void)snprintf(device->cannot_pull, sizeof(device->cannot_pull),
+                       "its streams cannot wait for 64-bit words in memory");
+        return;
+    }
     if (result == CUDA_SUCCESS)
         result = cuda->host_device_pointer(&device->page, page, 0);
     if (result == CUDA_SUCCESS)

@@ -420,15 +420,10 @@ int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *
     const int error = build(&builder, device_bytes, out_bytes, out_length);
     if (error == 0) {
         pcc_client_exposure_free(client);
-        struct pcc_device_range *mine = malloc(range_count * sizeof(*mine)); /* only for samples */
-        if (mine != NULL)
-            memcpy(mine, ranges, range_count * sizeof(*mine));
         client->exposed = builder.allocations;
         client->exposed_count = builder.allocation_count;
         client->extents = builder.extents;
         client->extent_count = builder.extent_count;
-        client->ranges = mine;
-        client->range_count = mine != NULL ? range_count : 0;
         builder.allocations = NULL;
         builder.extents = NULL;
     }
@@ -461,11 +456,9 @@ void pcc_client_exposure_free(struct pcc_client *client)
 {
     free(client->exposed);
     free(client->extents);
-    free(client->ranges);
     client->exposed = NULL;
     client->extents = NULL;
-    client->ranges = NULL;
-    client->exposed_count = client->extent_count = client->range_count = 0;
+    client->exposed_count = client->extent_count = 0;
     client->sending = 0;
 }
 

@@ -109,6 +109,18 @@ static CUresult record_behind(const struct pcc_cuda *cuda, CUevent *event, CUstr
     return result == CUDA_SUCCESS ? cuda->event_record(*event, stream) : result;
 }
 
+/* What is on the stream now reads or writes the page. Within PCC_CLIENT_GPU. */
+static void page_used(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                      CUstream stream)
+{
+    struct pcc_client_device *mine = &client->devices[device];
+    struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
+
+    PCC_LOCKED(&client->gpu_lock);
+    if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
+        mine->unfenced = true;
+}
+
 /* The page's words of a snapshot, as the GPU's streams see them. */
 static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t snapshot,
                             uint32_t index)
@@ -117,92 +129,126 @@ static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t sna
            ((snapshot % PCC_SNAPSHOTS) * PCC_DEVICES + index) * sizeof(struct pcc_device_words);
 }
 
-/* -- samples: some bytes in stream order, for the daemon to compare with what it pulls -- */
+/* -- samples: some bytes in stream order, to compare with what is copied later -- */
 
-struct part { /* of the last exposure, on one GPU */
+struct stretch { /* of ranges on one GPU, side by side in the payload */
     const struct pcc_device_range *ranges;
     uint64_t count;
-    uint32_t first, share; /* of the samples */
 };
 
-/* With gpu_lock held: the GPU's ranges, which lie side by side, and its share. */
-static struct part part_of(const struct pcc_client *client, uint32_t device)
+/* The stretch of `ranges` that begins with the first of them. */
+static struct stretch stretch_first(const struct pcc_device_range *ranges, uint64_t count)
 {
-    struct part part = {0};
-    uint32_t devices = 0;
+    struct stretch stretch = {ranges, 1};
 
-    for (uint64_t i = 0; i < client->range_count; i++) {
-        const struct pcc_device_range *range = &client->ranges[i];
-        const bool starts = i == 0 || range->device != client->ranges[i - 1].device;
-        if (starts && range->device == device) {
-            part.ranges = range;
-            part.first = devices;
-        }
-        part.count += range->device == device;
-        devices += starts;
-    }
-    part.share = devices > 0 ? PCC_SAMPLES / devices : 0;
-    part.first *= part.share;
-    return part;
+    while (stretch.count < count && ranges[stretch.count].device == ranges->device)
+        stretch.count++;
+    return stretch;
+}
+
+static uint32_t stretches_count(const struct pcc_device_range *ranges, uint64_t count)
+{
+    uint32_t stretches = 0;
+
+    for (uint64_t i = 0; i < count; i++)
+        stretches += i == 0 || ranges[i].device != ranges[i - 1].device;
+    return stretches;
 }
 
 /* The last range that begins at `offset_bytes` or before. */
-static const struct pcc_device_range *range_at(const struct part *part, uint64_t offset_bytes)
+static const struct pcc_device_range *range_at(const struct stretch *stretch, uint64_t offset_bytes)
 {
-    uint64_t low = 0, high = part->count;
+    uint64_t low = 0, high = stretch->count;
 
     while (high - low > 1) {
         const uint64_t middle = low + (high - low) / 2;
-        if (part->ranges[middle].offset_bytes <= offset_bytes)
+        if (stretch->ranges[middle].offset_bytes <= offset_bytes)
             low = middle;
         else
             high = middle;
     }
-    return &part->ranges[low];
+    return &stretch->ranges[low];
 }
 
-/* At a random place, or where the copy ends that has this place: copies go wrong at their ends. */
-static CUdeviceptr sample_choose(const struct part *part, uint64_t dice, bool at_end,
-                                 uint64_t chunk_bytes, struct pcc_sample *out)
-{
-    const struct pcc_device_range *last = &part->ranges[part->count - 1];
-    const uint64_t start = part->ranges[0].offset_bytes;
-    uint64_t at = start + dice % (last->offset_bytes + last->length_bytes - start);
-    const struct pcc_device_range *range = range_at(part, at);
-    const uint64_t range_end = range->offset_bytes + range->length_bytes;
+struct place { /* of a sample */
+    const struct pcc_device_range *range;
+    uint64_t offset_bytes;
+    bool at_end; /* of the copy that has this byte */
+};
 
-    at = at < range_end ? at : range_end - 1;
-    const uint64_t chunk = at / chunk_bytes * chunk_bytes;
+/* The sample of this number in a stretch. Copies that begin too early or end too late are wrong
+ * where the first copy begins or ends, or at the very end. Then in turn the end of a range, any
+ * byte of the next one, where a copy ends, and any byte: copies go wrong at their ends, and a small
+ * range would hardly ever be met by chance. */
+static struct place place_choose(const struct stretch *stretch, uint64_t number, uint64_t turn,
+                                 uint64_t first, uint64_t dice)
+{
+    const struct pcc_device_range *start = stretch->ranges, *last = start + stretch->count - 1;
+    const uint64_t end = last->offset_bytes + last->length_bytes;
+
+    if (number % 2 == 0 && number < 4)
+        return (struct place){start, start->offset_bytes, number == 2};
+    if (number == 1)
+        return (struct place){last, end - 1, true};
+    turn += number;
+    const struct pcc_device_range *range =
+        turn % 4 < 2 ? &start[(first + turn / 4 * 2 + turn % 4) % stretch->count]
+                     : range_at(stretch, start->offset_bytes + dice % (end - start->offset_bytes));
+    if (turn % 4 == 0)
+        return (struct place){range, range->offset_bytes + range->length_bytes - 1, true};
+    return (struct place){range, range->offset_bytes + (dice >> 1) % range->length_bytes,
+                          turn % 4 == 2};
+}
+
+/* Of one chunk, since a copy goes into one. Returns the address. */
+static CUdeviceptr sample_begin(const struct place *place, uint64_t dice, uint64_t chunk_bytes,
+                                struct pcc_sample *out)
+{
+    const struct pcc_device_range *range = place->range;
+    const uint64_t range_end = range->offset_bytes + range->length_bytes;
+    const uint64_t chunk = place->offset_bytes / chunk_bytes * chunk_bytes;
     const uint64_t from = range->offset_bytes > chunk ? range->offset_bytes : chunk;
     const uint64_t end = range_end < chunk + chunk_bytes ? range_end : chunk + chunk_bytes;
-    if (at_end)
+    uint64_t at = place->offset_bytes;
+
+    if (place->at_end)
         at = end - from > PCC_SAMPLE_BYTES ? end - PCC_SAMPLE_BYTES : from;
     out->offset_bytes = at;
     out->length_bytes = (uint32_t)(end - at < PCC_SAMPLE_BYTES ? end - at : PCC_SAMPLE_BYTES);
+    /* A copy that does not come shall not seem to have come. */
+    for (size_t i = 0; i < sizeof(out->bytes); i++)
+        out->bytes[i] = (uint8_t)(dice >> i % 8 * 8) ^ (uint8_t)(i * 0x9d);
     return range->address + (at - range->offset_bytes);
 }
 
-/* Within PCC_CLIENT_GPU. */
+/* Within PCC_CLIENT_GPU. All that the snapshot has of GPUs shares the samples evenly. */
 static CUresult samples_take(struct pcc_client *client, uint64_t snapshot, uint32_t index,
-                             CUstream stream)
+                             CUstream stream, const struct pcc_device_range *ranges, uint64_t count)
 {
-    struct pcc_client_device *device = &client->devices[index];
+    const struct pcc_client_device *device = &client->devices[index];
     struct pcc_sample *samples = pcc_page_samples(&client->view, snapshot);
     uint8_t *const mapped = (uint8_t *)device->page_at + offsetof(struct pcc_page, samples) +
                             snapshot % PCC_SNAPSHOTS * sizeof(client->view.page->samples[0]);
+    const uint32_t stretches = stretches_count(ranges, count);
     uint64_t dice[PCC_SAMPLES];
     CUresult result = CUDA_SUCCESS;
 
-    PCC_LOCKED(&client->gpu_lock);
-    const struct part part = part_of(client, index);
-    if (part.count == 0 || getrandom(dice, sizeof(dice), 0) != (ssize_t)sizeof(dice))
+    if (getrandom(dice, sizeof(dice), 0) != (ssize_t)sizeof(dice))
         return CUDA_SUCCESS;
-    for (uint32_t i = part.first; result == CUDA_SUCCESS && i < part.first + part.share; i++) {
-        const CUdeviceptr from = sample_choose(&part, dice[i], i % 2 != 0,
-                                               client->view.geometry.chunk_bytes, &samples[i]);
-        result = device->gpu.cuda->copy_to_host(mapped + i * sizeof(*samples) +
-                                                    offsetof(struct pcc_sample, bytes),
-                                                from, samples[i].length_bytes, stream);
+    struct stretch stretch = {0};
+    for (uint64_t at = 0, number = 0; at < count; at += stretch.count, number++) {
+        stretch = stretch_first(ranges + at, count - at);
+        for (uint64_t i = (number + snapshot) % stretches;
+             result == CUDA_SUCCESS && ranges[at].device == index && i < PCC_SAMPLES;
+             i += stretches) {
+            const struct place place =
+                place_choose(&stretch, i / stretches, snapshot, dice[0], dice[i]);
+            const CUdeviceptr from =
+                sample_begin(&place, dice[i], client->view.geometry.chunk_bytes, &samples[i]);
+            result = device->gpu.cuda->copy_to_host(mapped + i * sizeof(*samples) +
+                                                        offsetof(struct pcc_sample, bytes),
+                                                    from, samples[i].length_bytes, stream);
+        }
     }
     return result;
 }
@@ -225,11 +271,9 @@ static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t inde
             result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
         return result == CUDA_SUCCESS ? cuda->event_record(part->marked, stream) : result;
     }
-    result = samples_take(client, snapshot, index, stream);
-    if (result == CUDA_SUCCESS)
-        result = cuda->stream_write_value(
-            stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
-            snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+    result = cuda->stream_write_value(
+        stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
+        snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
     if (result == CUDA_SUCCESS) {
         result = record_behind(cuda, &part->marked, stream);
         if (result != CUDA_SUCCESS)
@@ -239,7 +283,7 @@ static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t inde
 }
 
 /* True when the snapshot takes marks; its events are the caller's until the caller marks them. */
-static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
+static bool takes_marks(struct pcc_client *client, uint64_t snapshot)
 {
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
@@ -258,7 +302,7 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     if (pull && mine->page == 0)
         return -PCC_E_DEVICE;
     PCC_CLIENT_WAITS(client);
-    if (!mark_begin(client, snapshot))
+    if (!takes_marks(client, snapshot))
         return 0; /* abandoned or hung up since: nothing to mark */
     PCC_CLIENT_GPU(gpu, mine);
     if (gpu.error != 0)
@@ -274,6 +318,40 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
         *(pull ? &job->pulled : &job->pushed) |= 1u << device;
     }
     return 0;
+}
+
+/* Within the payload's order, which sample_choose relies on. */
+static bool are_ranges(const struct pcc_device_range *ranges, uint64_t count)
+{
+    uint64_t end = 0;
+
+    for (uint64_t i = 0; i < count; i++) {
+        if (ranges[i].length_bytes == 0 || ranges[i].offset_bytes < end ||
+            __builtin_add_overflow(ranges[i].offset_bytes, ranges[i].length_bytes, &end))
+            return false;
+    }
+    return true;
+}
+
+int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                      uint64_t stream, const struct pcc_device_range *ranges, uint64_t range_count)
+{
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+
+    if (mine == NULL || !are_ranges(ranges, range_count))
+        return -EINVAL;
+    if (mine->page_at == NULL)
+        return 0;
+    PCC_CLIENT_WAITS(client);
+    if (!takes_marks(client, snapshot))
+        return 0;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
+    CUstream const on = (CUstream)(uintptr_t)stream;
+    const CUresult result = samples_take(client, snapshot, device, on, ranges, range_count);
+    page_used(client, snapshot, device, on);
+    return pcc_client_gpu_code(mine, result);
 }
 
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
@@ -431,17 +509,6 @@ static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t devi
     pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* The stream waits for a word of the page from now on. Within PCC_CLIENT_GPU. */
-static void waited(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream)
-{
-    struct pcc_client_device *mine = &client->devices[device];
-    struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
-
-    PCC_LOCKED(&client->gpu_lock);
-    if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
-        mine->unfenced = true;
-}
-
 static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
@@ -489,7 +556,7 @@ static int withdraw(struct pcc_client *client, uint64_t snapshot, uint32_t devic
             stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, withdrawn),
             snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
     if (result == CUDA_SUCCESS)
-        waited(client, snapshot, device, stream);
+        page_used(client, snapshot, device, stream);
     return pcc_client_gpu_code(mine, result);
 }
 
@@ -514,7 +581,7 @@ static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t d
         stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
         snapshot, CU_STREAM_WAIT_VALUE_GEQ);
     if (result == CUDA_SUCCESS)
-        waited(client, snapshot, device, stream);
+        page_used(client, snapshot, device, stream);
     return pcc_client_gpu_code(mine, result);
 }
 

@@ -40,7 +40,7 @@ static inline struct pcc_source pcc_source_on_device(const struct pcc_device_ran
 
 struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for the next one */
     CUevent marked;     /* behind all that the part depends on */
-    CUevent waited;     /* pull: behind the waits for it; under gpu_lock */
+    CUevent waited;     /* behind its samples, and the waits for it; under gpu_lock */
     CUevent copied;     /* push: behind its last copy */
     bool is_marked;
     bool aside;         /* `marked` is behind the staging */
@@ -160,7 +160,8 @@ struct pcc_client_device {
     _Atomic bool broken; /* lost, dead or at the process's end: its calls are not tried any more */
     struct pcc_gpu_device gpu;
     CUdeviceptr page; /* as its streams see it; 0: the daemon cannot pull */
-    void *page_at;    /* the page at addresses that are registered for this GPU alone, or NULL */
+    void *page_at;    /* the page at addresses that are registered for this GPU alone; NULL: its
+                         copies cannot be sampled */
     char cannot_pull[160];
     CUstream copy;           /* push */
     CUstream side;           /* staging beside the training */
@@ -238,8 +239,7 @@ struct pcc_client {
     pthread_mutex_t gpu_lock;
     struct pcc_exposed *exposed;
     struct pcc_extent *extents;
-    struct pcc_device_range *ranges; /* of the last exposure */
-    uint64_t exposed_count, extent_count, range_count;
+    uint64_t exposed_count, extent_count;
     uint64_t sending; /* the extent whose descriptor is the next */
     struct pcc_client_device devices[PCC_DEVICES];
     bool leaked; /* a GPU may still write to page or segments: they stay mapped */

@@ -144,36 +144,16 @@ static enum pcc_gpu_verdict on_next(struct pcc_gpu_job *job, struct pcc_gpu_piec
     return PCC_GPU_PIECE;
 }
 
-/* With the lock held: whether the chunk has what the trainer's stream had there before `ready`. */
-static bool is_as_sampled(const struct pcc_tenant_part *part, uint32_t index)
-{
-    const struct pcc_tenant *tenant = part->tenant;
-    const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-    const struct pcc_sample *samples = pcc_page_samples(&tenant->view, part->save->snapshot);
-
-    for (uint32_t i = 0; i < PCC_SAMPLES; i++) {
-        const struct pcc_sample sample = samples[i]; /* once: the client may change it */
-        atomic_signal_fence(memory_order_seq_cst);
-        if (sample.length_bytes == 0 || sample.length_bytes > PCC_SAMPLE_BYTES ||
-            sample.offset_bytes < chunk->offset_bytes ||
-            !pcc_is_within(sample.offset_bytes - chunk->offset_bytes, sample.length_bytes,
-                           tenant->spec.chunk_bytes))
-            continue;
-        if (memcmp(chunk->bytes + (sample.offset_bytes - chunk->offset_bytes), sample.bytes,
-                   sample.length_bytes) != 0)
-            return false;
-    }
-    return true;
-}
-
 /* With the lock held: why what was pulled does not count, or 0. What a trainer does to its memory
  * once it has let go of the snapshot says nothing. */
 static int chunk_judge(const struct pcc_tenant_part *part, uint32_t index)
 {
     const struct pcc_tenant *tenant = part->tenant;
+    const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     const uint64_t snapshot = part->save->snapshot;
 
-    if (!tenant->attached || is_as_sampled(part, index))
+    if (!tenant->attached || pcc_page_as_sampled(&tenant->view, snapshot, chunk->bytes,
+                                                 chunk->offset_bytes, tenant->spec.chunk_bytes))
         return 0;
     return pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING) &&
                    pcc_pull_words(tenant, part->save) != PCC_PULL_WITHDRAWN

@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 12u
+#define PCC_PAGE_VERSION 13u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -245,11 +245,11 @@ struct pcc_proof {
     uint8_t bytes[PCC_PROOF_BLOCKS][PCC_PROOF_BYTES];
 };
 
-/* Pull: bytes of a snapshot's device part that the trainer's streams have copied before `ready`.
- * What the daemon pulls has to be the same there, or the snapshot fails: the trainer has changed
+/* Bytes of a snapshot's device part that the trainer's streams have copied before anything else.
+ * What is pulled or pushed has to be the same there, or the snapshot fails: the trainer has changed
  * its memory meanwhile, or the driver does not do what it promises. The client chooses places;
  * length 0: none. */
-#define PCC_SAMPLES 16u /* of a snapshot, on all its GPUs */
+#define PCC_SAMPLES 32u /* of a snapshot, on all its GPUs */
 #define PCC_SAMPLE_BYTES 64u
 struct pcc_sample {
     uint64_t offset_bytes; /* within the payload; in one chunk */

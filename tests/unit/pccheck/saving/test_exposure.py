@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
-from pccheck.state.extents import DevicePart, Shape, lay_out
+from pccheck.state.extents import DevicePart, Range, Shape, lay_out, pack_device
 from pccheck_native import E_BAD_HANDLE, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.ends import Why
@@ -369,7 +369,7 @@ def test_staging_for_what_no_gate_guards_is_limited() -> None:
         exposure.prepare(part(volatile=512))
 
 
-def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> None:
+def test_streams_are_sampled_and_then_marked_when_everything_was_staged(fakes: FakeDevices) -> None:
     connection = FakeConnection()
     exposure = Exposure(connection, "push", 5)  # type: ignore[arg-type]
     views = [view(1 << 40, 512, 0), view(2 << 40, 64, 0, volatile=True), view(3 << 40, 64, 2)]
@@ -385,7 +385,13 @@ def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> N
     assert connection.native.named("mark") == [
         ("mark", 5, 0, 7, False, True), ("mark", 5, 2, 9, False, True),
     ]  # fmt: skip
-    assert connection.native.calls[2][0] == "mark"
+    names = [call[0] for call in connection.native.calls]
+    assert names == ["sample", "stage", "stage", "mark", "sample", "stage", "mark"]
+    everything = pack_device([Range(1 << 40, 0, 512), Range(2 << 40, 512, 64)], 0)
+    everything += pack_device([Range(3 << 40, 4096, 64)], 2)  # where it is before it was staged
+    assert connection.native.named("sample") == [
+        ("sample", 5, 0, 7, everything), ("sample", 5, 2, 9, everything),
+    ]  # fmt: skip
 
 
 def test_graphs_that_are_recorded_are_noticed() -> None:

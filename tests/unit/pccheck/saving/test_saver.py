@@ -102,7 +102,7 @@ def kit(tmp_path: Path, fakes: FakeDevices) -> Kit:
 def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
     kit.checkpoint()
     names = [call[0] for call in kit.native.calls]
-    assert names == ["staging", "expose", "request", "stage", "mark", "submit"]
+    assert names == ["staging", "expose", "request", "sample", "stage", "mark", "submit"]
     kinds = [type(body) for body in kit.connection.sent]
     assert kinds == [Expose, tuple]  # exposed before memory is made
     assert kit.begun()[0].map == 2
