@@ -17,6 +17,13 @@ _NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY, "device": LEVEL_DEVICE}
 #: Where a checkpoint on the GPU is not possible, none is made: a copy would cost what the caller
 #: did not ask for.
 _INSTEAD = 'use to="memory", or let durable_every choose'
+#: Why nothing withdraws one, by what the call of checkpoint() waits for instead.
+_UNHELD = {
+    "copied": "no optimizer is attached, whose step would announce the next update; attach it, or "
+    'use gate="manual" and call gate() before each change',
+    "read": 'checkpoint() waits until the tensors were read, because of snapshot="blocking", of '
+    "tensors that changed without gate(), or of a GPU without memory for staging",
+}
 
 
 class Levels:
@@ -58,7 +65,7 @@ class Levels:
         if not pulls:
             why = "the daemon does not pull these tensors (see: pccheckctl status)"
         elif wait:
-            why = "nothing that is attached holds the next update back"
+            why = _UNHELD[wait]
         else:
             return
         error = CheckpointFailedError(f'to="device" is not possible: {why}', hint=_INSTEAD)

@@ -87,7 +87,8 @@ def test_one_on_the_device_does_not_count_for_durable_every() -> None:
     ("pulls", "wait", "what"),
     [
         (False, "", "does not pull"),
-        (True, "copied", "nothing that is attached"),
+        (True, "copied", "no optimizer is attached"),
+        (True, "read", "without memory for staging"),
     ],
 )
 def test_one_on_the_device_is_never_copied_instead(pulls: bool, wait: str, what: str) -> None:
