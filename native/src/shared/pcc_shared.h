@@ -320,8 +320,9 @@ struct pcc_grant {
 #define PCC_EXPOSURE_BYTES_MAX (16u << 20)
 /* Of all runs of an exposure; torch's pieces have 20 MiB, and those for small tensors 2 MiB. */
 #define PCC_EXPOSED_PIECES_MAX 16384u
-/* In one message; the kernel passes 253. */
-#define PCC_DESCRIPTORS_MAX 250u
+/* In one message: as many as the kernel passes. What did not fit it would close within recvmsg, and
+ * a socket that lingers holds the caller up there. */
+#define PCC_DESCRIPTORS_MAX 253u
 #define PCC_EXPOSED_RUNS_BYTES_MAX (4ull << 40)
 /* Ranges with less than this between them, the same in memory and payload, are exposed as one:
  * torch rounds tensors up to it, and a copy of its own for each of many small ones takes far

@@ -14,10 +14,13 @@ from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Hello, Role
 from pccheckd.control import attach
-from pccheckd.control.attach import AttachServer, _hung_up
+from pccheckd.control.attach import AttachServer, _hung_up, _packet
+from pccheckd.core.descriptors import Lot
 from pccheckd.jobs.sessions import Peer, Session
 from tests.unit.pccheckd.control.test_handlers import KEY, Place
 from tests.unit.pccheckd.control.test_handlers import place as place  # a fixture
+
+CARRIED_MAX = 253  #: descriptors in a packet: SCM_MAX_FD of the kernel
 
 
 def test_a_hang_up_is_seen_without_reading() -> None:
@@ -31,6 +34,20 @@ def test_a_hang_up_is_seen_without_reading() -> None:
         assert ours.recv(100) == b"a request that comes early"
         assert _hung_up(ours)
     assert _hung_up(ours)
+
+
+async def test_all_descriptors_of_a_packet_come() -> None:
+    """What did not fit the kernel would close within the call."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    came = Lot()
+    with ours, theirs:
+        ours.setblocking(False)
+        socket.send_fds(theirs, [b"x"], [theirs.fileno()] * CARRIED_MAX)
+        assert await _packet(ours, came) == b"x"
+        assert len(came) == CARRIED_MAX
+        came.close()
+        with pytest.raises(OSError, match="Invalid argument"):  # no more can be sent
+            socket.send_fds(theirs, [b"x"], [theirs.fileno()] * (CARRIED_MAX + 1))
 
 
 async def test_a_peer_of_whom_nothing_is_known_is_not_counted(
