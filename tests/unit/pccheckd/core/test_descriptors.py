@@ -28,7 +28,7 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(descriptors, "ARRIVAL_LIMIT_S", 0.01)
     before = open_files()
     yield
-    assert open_files() == before
+    assert open_files() <= before  # fewer: something before these tests is collected late
 
 
 def lend(session: Descriptors, number: int, came: int, *, said: int | None = None) -> None:
