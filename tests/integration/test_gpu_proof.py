@@ -21,7 +21,7 @@ UPDATE_S = 0.2
 def test_a_handle_that_opens_other_memory(snapshot: str) -> None:
     with Node("--dram", "128MiB", lie="other") as node:
         trainer = node.start().connect(PARTS, snapshot=snapshot)
-        assert node.transfer()[0] == "pull"
+        assert node.transfer()[0] == "pull", node.transfer()
         trainer.step()
         handle = trainer.checkpoint()
         trainer.step()
