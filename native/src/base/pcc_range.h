@@ -11,6 +11,14 @@ struct pcc_range { /* payload [offset, offset+length) lies at `address` */
     uint64_t length_bytes;
 };
 
+struct pcc_device_range { /* payload [offset, offset+length) is device memory at `address` */
+    uint64_t address;
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
+    uint32_t device;
+    uint32_t reserved;
+};
+
 static inline uint64_t pcc_range_end(const struct pcc_range *range)
 {
     return range->offset_bytes + range->length_bytes;

@@ -32,13 +32,6 @@ uint32_t pcc_client_chunk_bytes(const struct pcc_client *client);
 /* Step 1: the word of `snapshot` becomes REQUESTED; the daemon learns of it with the submission.
  * -EBUSY when its entry still belongs to an unfinished snapshot. Ids grow by one. */
 PCC_MUST_CHECK int pcc_client_request(struct pcc_client *client, uint64_t snapshot);
-struct pcc_device_range { /* payload [offset, offset+length) is device memory at `address` */
-    uint64_t address;
-    uint64_t offset_bytes;
-    uint64_t length_bytes;
-    uint32_t device;
-    uint32_t reserved;
-};
 
 struct pcc_submission {
     const struct pcc_range *ranges;

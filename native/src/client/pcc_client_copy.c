@@ -7,6 +7,7 @@
 #include "base/pcc_guard.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
+#include "shared/pcc_sample.h"
 
 #define PIECE_BYTES 65536u /* between two looks at whether to stop */
 
@@ -376,8 +377,8 @@ static int finish_one(struct pcc_client *client)
     const struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
-    const bool right = pcc_page_as_sampled(&client->view, job->snapshot, client->chunk_at[chunk],
-                                           flight->offset_bytes, flight->length_bytes);
+    const bool right = pcc_samples_agree(&client->view, job->snapshot, client->chunk_at[chunk],
+                                         flight->offset_bytes, flight->length_bytes);
     pad(client->chunk_at[chunk], flight->length_bytes);
     PCC_LOCKED(&client->lock);
     if (!right)

@@ -1,13 +1,11 @@
-/* The order between the trainer's streams and the copies: mark, hold, release; and the samples that
- * a stream copies where it is marked.
+/* The order between the trainer's streams and the copies: sample, mark, hold, release.
  *
  * A release of a stream first moves the snapshot's word and then stores `done`, so that no update
  * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
  * again after it has enqueued the wait: either it sees the final word, or the process that makes
  * the word final stores `done` afterwards. */
-#include <sys/random.h>
-
 #include "client/pcc_client_private.h"
+#include "shared/pcc_sample.h"
 
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)
 {
@@ -129,130 +127,6 @@ static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t sna
            ((snapshot % PCC_SNAPSHOTS) * PCC_DEVICES + index) * sizeof(struct pcc_device_words);
 }
 
-/* -- samples: some bytes in stream order, to compare with what is copied later -- */
-
-struct stretch { /* of ranges on one GPU, side by side in the payload */
-    const struct pcc_device_range *ranges;
-    uint64_t count;
-};
-
-/* The stretch of `ranges` that begins with the first of them. */
-static struct stretch stretch_first(const struct pcc_device_range *ranges, uint64_t count)
-{
-    struct stretch stretch = {ranges, 1};
-
-    while (stretch.count < count && ranges[stretch.count].device == ranges->device)
-        stretch.count++;
-    return stretch;
-}
-
-static uint32_t stretches_count(const struct pcc_device_range *ranges, uint64_t count)
-{
-    uint32_t stretches = 0;
-
-    for (uint64_t i = 0; i < count; i++)
-        stretches += i == 0 || ranges[i].device != ranges[i - 1].device;
-    return stretches;
-}
-
-/* The last range that begins at `offset_bytes` or before. */
-static const struct pcc_device_range *range_at(const struct stretch *stretch, uint64_t offset_bytes)
-{
-    uint64_t low = 0, high = stretch->count;
-
-    while (high - low > 1) {
-        const uint64_t middle = low + (high - low) / 2;
-        if (stretch->ranges[middle].offset_bytes <= offset_bytes)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &stretch->ranges[low];
-}
-
-struct place { /* of a sample */
-    const struct pcc_device_range *range;
-    uint64_t offset_bytes;
-    bool at_end; /* of the copy that has this byte */
-};
-
-/* The sample of this number in a stretch. Copies that begin too early or end too late are wrong
- * where the first copy begins or ends, or at the very end. Then in turn the end of a range, any
- * byte of the next one, where a copy ends, and any byte: copies go wrong at their ends, and a small
- * range would hardly ever be met by chance. */
-static struct place place_choose(const struct stretch *stretch, uint64_t number, uint64_t turn,
-                                 uint64_t first, uint64_t dice)
-{
-    const struct pcc_device_range *start = stretch->ranges, *last = start + stretch->count - 1;
-    const uint64_t end = last->offset_bytes + last->length_bytes;
-
-    if (number % 2 == 0 && number < 4)
-        return (struct place){start, start->offset_bytes, number == 2};
-    if (number == 1)
-        return (struct place){last, end - 1, true};
-    turn += number;
-    const struct pcc_device_range *range =
-        turn % 4 < 2 ? &start[(first + turn / 4 * 2 + turn % 4) % stretch->count]
-                     : range_at(stretch, start->offset_bytes + dice % (end - start->offset_bytes));
-    if (turn % 4 == 0)
-        return (struct place){range, range->offset_bytes + range->length_bytes - 1, true};
-    return (struct place){range, range->offset_bytes + (dice >> 1) % range->length_bytes,
-                          turn % 4 == 2};
-}
-
-/* Of one chunk, since a copy goes into one. Returns the address. */
-static CUdeviceptr sample_begin(const struct place *place, uint64_t dice, uint64_t chunk_bytes,
-                                struct pcc_sample *out)
-{
-    const struct pcc_device_range *range = place->range;
-    const uint64_t range_end = range->offset_bytes + range->length_bytes;
-    const uint64_t chunk = place->offset_bytes / chunk_bytes * chunk_bytes;
-    const uint64_t from = range->offset_bytes > chunk ? range->offset_bytes : chunk;
-    const uint64_t end = range_end < chunk + chunk_bytes ? range_end : chunk + chunk_bytes;
-    uint64_t at = place->offset_bytes;
-
-    if (place->at_end)
-        at = end - from > PCC_SAMPLE_BYTES ? end - PCC_SAMPLE_BYTES : from;
-    out->offset_bytes = at;
-    out->length_bytes = (uint32_t)(end - at < PCC_SAMPLE_BYTES ? end - at : PCC_SAMPLE_BYTES);
-    /* A copy that does not come shall not seem to have come. */
-    for (size_t i = 0; i < sizeof(out->bytes); i++)
-        out->bytes[i] = (uint8_t)(dice >> i % 8 * 8) ^ (uint8_t)(i * 0x9d);
-    return range->address + (at - range->offset_bytes);
-}
-
-/* Within PCC_CLIENT_GPU. All that the snapshot has of GPUs shares the samples evenly. */
-static CUresult samples_take(struct pcc_client *client, uint64_t snapshot, uint32_t index,
-                             CUstream stream, const struct pcc_device_range *ranges, uint64_t count)
-{
-    const struct pcc_client_device *device = &client->devices[index];
-    struct pcc_sample *samples = pcc_page_samples(&client->view, snapshot);
-    uint8_t *const mapped = (uint8_t *)device->page_at + offsetof(struct pcc_page, samples) +
-                            snapshot % PCC_SNAPSHOTS * sizeof(client->view.page->samples[0]);
-    const uint32_t stretches = stretches_count(ranges, count);
-    uint64_t dice[PCC_SAMPLES];
-    CUresult result = CUDA_SUCCESS;
-
-    if (getrandom(dice, sizeof(dice), 0) != (ssize_t)sizeof(dice))
-        return CUDA_SUCCESS;
-    struct stretch stretch = {0};
-    for (uint64_t at = 0, number = 0; at < count; at += stretch.count, number++) {
-        stretch = stretch_first(ranges + at, count - at);
-        for (uint64_t i = (number + snapshot) % stretches;
-             result == CUDA_SUCCESS && ranges[at].device == index && i < PCC_SAMPLES;
-             i += stretches) {
-            const struct place place =
-                place_choose(&stretch, i / stretches, snapshot, dice[0], dice[i]);
-            const CUdeviceptr from =
-                sample_begin(&place, dice[i], client->view.geometry.chunk_bytes, &samples[i]);
-            result = device->gpu.cuda->copy_to_host(mapped + i * sizeof(*samples) +
-                                                        offsetof(struct pcc_sample, bytes),
-                                                    from, samples[i].length_bytes, stream);
-        }
-    }
-    return result;
-}
-
 /* -- mark -- */
 
 /* Within PCC_CLIENT_GPU. */
@@ -320,25 +194,31 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     return 0;
 }
 
-/* Within the payload's order, which sample_choose relies on. */
-static bool are_ranges(const struct pcc_device_range *ranges, uint64_t count)
-{
-    uint64_t end = 0;
+/* -- samples -- */
 
-    for (uint64_t i = 0; i < count; i++) {
-        if (ranges[i].length_bytes == 0 || ranges[i].offset_bytes < end ||
-            __builtin_add_overflow(ranges[i].offset_bytes, ranges[i].length_bytes, &end))
-            return false;
+/* Within PCC_CLIENT_GPU. */
+static CUresult samples_take(const struct pcc_client_device *device, uint64_t snapshot,
+                             CUstream stream, const struct pcc_range parts[PCC_SAMPLES])
+{
+    struct pcc_page *page = device->page_at;
+    struct pcc_sample *samples = page->samples[snapshot % PCC_SNAPSHOTS];
+    CUresult result = CUDA_SUCCESS;
+
+    for (uint32_t i = 0; result == CUDA_SUCCESS && i < PCC_SAMPLES; i++) {
+        if (parts[i].length_bytes > 0)
+            result = device->gpu.cuda->copy_to_host(samples[i].bytes, parts[i].address,
+                                                    parts[i].length_bytes, stream);
     }
-    return true;
+    return result;
 }
 
 int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                       uint64_t stream, const struct pcc_device_range *ranges, uint64_t range_count)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
+    struct pcc_range parts[PCC_SAMPLES];
 
-    if (mine == NULL || !are_ranges(ranges, range_count))
+    if (mine == NULL || !pcc_samples_can_be_of(ranges, range_count))
         return -EINVAL;
     if (mine->page_at == NULL)
         return 0;
@@ -348,11 +228,14 @@ int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t dev
     PCC_CLIENT_GPU(gpu, mine);
     if (gpu.error != 0)
         return gpu.error;
+    pcc_samples_choose(&client->view, snapshot, device, ranges, range_count, parts);
     CUstream const on = (CUstream)(uintptr_t)stream;
-    const CUresult result = samples_take(client, snapshot, device, on, ranges, range_count);
+    const CUresult result = samples_take(mine, snapshot, on, parts);
     page_used(client, snapshot, device, on);
     return pcc_client_gpu_code(mine, result);
 }
+
+/* -- what has been reached -- */
 
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
 {

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "daemon/pcc_tenant_private.h"
+#include "shared/pcc_sample.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
  * way: one is being copied, and the engine continues with the other. */
@@ -152,8 +153,8 @@ static int chunk_judge(const struct pcc_tenant_part *part, uint32_t index)
     const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     const uint64_t snapshot = part->save->snapshot;
 
-    if (!tenant->attached || pcc_page_as_sampled(&tenant->view, snapshot, chunk->bytes,
-                                                 chunk->offset_bytes, tenant->spec.chunk_bytes))
+    if (!tenant->attached || pcc_samples_agree(&tenant->view, snapshot, chunk->bytes,
+                                               chunk->offset_bytes, tenant->spec.chunk_bytes))
         return 0;
     return pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING) &&
                    pcc_pull_words(tenant, part->save) != PCC_PULL_WITHDRAWN

@@ -187,22 +187,3 @@ int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out)
     PCC_WRITE_RELEASE(&ring->index->head, ring->own);
     return 1;
 }
-
-bool pcc_page_as_sampled(const struct pcc_page_view *view, uint64_t snapshot, const uint8_t *chunk,
-                         uint64_t offset_bytes, uint64_t length_bytes)
-{
-    const struct pcc_sample *samples = pcc_page_samples(view, snapshot);
-
-    for (uint32_t i = 0; i < PCC_SAMPLES; i++) {
-        const struct pcc_sample sample = samples[i]; /* once: the other side may change it */
-        atomic_signal_fence(memory_order_seq_cst);
-        if (sample.length_bytes == 0 || sample.length_bytes > PCC_SAMPLE_BYTES ||
-            sample.offset_bytes < offset_bytes ||
-            !pcc_is_within(sample.offset_bytes - offset_bytes, sample.length_bytes, length_bytes))
-            continue;
-        if (memcmp(chunk + (sample.offset_bytes - offset_bytes), sample.bytes,
-                   sample.length_bytes) != 0)
-            return false;
-    }
-    return true;
-}

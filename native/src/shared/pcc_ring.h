@@ -114,10 +114,6 @@ static inline struct pcc_sample *pcc_page_samples(const struct pcc_page_view *vi
     return view->page->samples[snapshot % PCC_SNAPSHOTS];
 }
 
-/* Whether the chunk has what the trainer's stream had there (struct pcc_sample). */
-bool pcc_page_as_sampled(const struct pcc_page_view *view, uint64_t snapshot, const uint8_t *chunk,
-                         uint64_t offset_bytes, uint64_t length_bytes);
-
 static inline uint64_t pcc_word(uint64_t snapshot, unsigned state)
 {
     return snapshot << 8 | state;
