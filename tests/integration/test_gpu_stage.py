@@ -76,9 +76,10 @@ def two_behind_a_busy_stream(trainer: Any) -> tuple[list[int], bool]:
 
 
 def both_saved(trainer: GpuTrainer, handles: list[int]) -> None:
-    """Of steps 2 and 3; step 4 has come."""
-    for step, handle in zip((2, 3), handles, strict=True):
-        assert trainer.wait_durable(handle) == "durable"
+    """Of steps 2 and 3; step 4 has come. The newer one may be durable first."""
+    ends = [trainer.wait_durable(handle) for handle in handles]
+    assert ends in (["durable", "durable"], ["superseded", "durable"])
+    for step in (2, 3)[ends.count("superseded") :]:
         found = trainer.recover(step=step)
         assert (found["step"], found["wrong"]) == (step, "")
     assert trainer.check(4) == ""
