@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from typing import Any
@@ -15,7 +16,8 @@ from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.ctl import Ctl
 from tests.support.gpunode import Node
-from tests.support.gputrainer import GpuTrainer
+from tests.support.gputrainer import GpuTrainer, Part
+from tests.support.standin import SAMPLES
 from tests.support.torchstore import TorchStore
 from tests.support.waiting import until
 
@@ -60,6 +62,29 @@ def test_a_wait_and_the_end_of_the_process_have_it_written() -> None:
         trainer.close()
         found = node.connect(PARTS).recover()
         assert (found["step"], found["wrong"]) == (now, "")
+
+
+def test_what_is_pushed_beside_it_may_be_of_the_next_step() -> None:
+    """The update withdraws the step, and the client's copies come after the update."""
+    parts = (Part(300_000), Part(700_000, shareable=False))
+    with Node("--dram", "512MiB", dead="keep") as node:
+        trainer = node.start().connect(parts)
+        for _ in range(3):  # the second one lays out apart what cannot be shared
+            trainer.save()
+        assert node.transfer()[0] == "pull" and "are pushed" in node.transfer()[1]
+        trainer.step()
+        copies = trainer.faults.copies_to_host + SAMPLES
+        trainer.faults.hold_copies(after=SAMPLES)
+        handle = trainer.checkpoint(to="device")
+        trainer.faults.wait_for(lambda f: f.held_copies > 0)
+        node.daemon.kill(signal.SIGSTOP)
+        trainer.step()
+        until(trainer.idle)
+        trainer.faults.release_copies()
+        trainer.faults.wait_for(lambda f: f.copies_to_host > copies)
+        node.daemon.kill(signal.SIGCONT)
+        assert trainer.ended(handle) == "skipped"
+        assert "training went on" in trainer.reason(handle)
 
 
 def test_it_is_skipped_where_the_daemon_does_not_pull() -> None:

@@ -325,26 +325,62 @@ static void test_samples(void)
 
     daemon_open_gpu(&d, 3, &stream, 0);
     for (uint64_t snapshot = 1; snapshot <= 40; snapshot++) {
-        const uint64_t changed = snapshot % 4; /* 0: none */
+        const uint64_t changed = snapshot % 4;              /* 0: none */
+        const bool fails = changed > 0 && snapshot % 5 > 0; /* else an update has withdrawn it */
         pattern(at(memory), 4 * CHUNK, snapshot);
         CHECK(pcc_client_request(d.client, snapshot) == 0);
         CHECK(pcc_client_sample(d.client, snapshot, 0, handle(&stream), ranges, 3) == 0);
         UNTIL(stream_idle(&stream));
         for (uint64_t i = 0; changed > 0 && i < ranges[changed - 1].length_bytes; i++)
             ((uint8_t *)at(ranges[changed - 1].address))[i] ^= 1;
+        if (changed > 0 && !fails)
+            atomic_store(&pcc_page_words(&d.view, snapshot, 1)->withdrawn, snapshot);
         CHECK(pcc_client_mark(d.client, snapshot, 0, handle(&stream), false, false) == 0);
         CHECK(pcc_client_submit(d.client, snapshot, &submission) == 0);
         admit(&d, snapshot);
-        CHECK(changed == 0 || pcc_client_wait(d.client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
-        if (changed == 0) {
+        CHECK(!fails || pcc_client_wait(d.client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
+        if (!fails) {
             collect(&d, 3 * CHUNK + 4);
             CHECK(memcmp(d.payload, at(memory), ranges[0].length_bytes) == 0);
             CHECK(word_to(&d, snapshot, PCC_WORD_COPYING, PCC_WORD_COPIED));
         }
-        CHECK_EQUAL(state_of(&d, snapshot).error, changed == 0 ? 0 : -PCC_E_OTHER_BYTES);
+        CHECK_EQUAL(state_of(&d, snapshot).error, fails ? -PCC_E_OTHER_BYTES : 0);
         UNTIL((listen_to(&d), has_landed(d.client, snapshot)));
         d.handed_bytes = 0;
     }
+    daemon_close_gpu(&d, &stream);
+    gpu_free(0, memory);
+}
+
+/* A stream that is late has yet to copy samples of an abandoned snapshot. The one that has its
+ * entry now neither waits for that stream nor takes its samples. */
+static void test_an_entry_in_use_is_not_sampled(void)
+{
+    struct daemon d;
+    struct stream late, stream;
+    const CUdeviceptr memory = gpu_alloc(0, CHUNK);
+    const struct pcc_device_range range = on_gpu(0, memory, 0, CHUNK);
+
+    daemon_open_gpu(&d, 3, &stream, 0);
+    stream_open(&late, 0);
+    stream_block(&late);
+    CHECK(pcc_client_request(d.client, 1) == 0);
+    CHECK(pcc_client_sample(d.client, 1, 0, handle(&late), &range, 1) == 0);
+    CHECK(pcc_client_abandon(d.client, 1));
+    for (uint64_t snapshot = 2; snapshot <= 1 + PCC_SNAPSHOTS; snapshot++) {
+        const bool in_use = snapshot == 1 + PCC_SNAPSHOTS;
+        CHECK(pcc_client_request(d.client, snapshot) == 0);
+        CHECK(pcc_client_sample(d.client, snapshot, 0, handle(&stream), &range, 1) == 0);
+        CHECK((pcc_page_samples(&d.view, snapshot)[0].length_bytes == 0) == in_use);
+        UNTIL(stream_idle(&stream));
+        CHECK(pcc_client_abandon(d.client, snapshot));
+    }
+    atomic_store(&late.blocked, false);
+    UNTIL(stream_idle(&late));
+    CHECK(pcc_client_request(d.client, 1 + 2 * PCC_SNAPSHOTS) == 0);
+    CHECK(pcc_client_sample(d.client, 1 + 2 * PCC_SNAPSHOTS, 0, handle(&stream), &range, 1) == 0);
+    CHECK(pcc_page_samples(&d.view, 1)[0].length_bytes > 0);
+    stream_close(&late);
     daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
@@ -539,6 +575,7 @@ int main(void)
     RUN(test_pinned_ahead);
     RUN(test_refused_copy);
     RUN(test_samples);
+    RUN(test_an_entry_in_use_is_not_sampled);
     RUN(test_dead_gpu);
     RUN(test_beside_pull);
     RUN(test_capture);

@@ -126,7 +126,8 @@ PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, 
 /* Before what the snapshot depends on is staged or marked, once for each of its GPUs: `stream`
  * copies a few bytes of these ranges, which are all that the snapshot has of GPUs, in the order of
  * the payload. What daemon or client copy later has to have the same bytes there, or the snapshot
- * fails. Does nothing when the page cannot be mapped for the GPU. */
+ * fails. Does nothing when the page cannot be mapped for the GPU, or when a stream has yet to come
+ * to an earlier snapshot that had the same entry of the page. */
 PCC_MUST_CHECK int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                      uint64_t stream, const struct pcc_device_range *ranges,
                                      uint64_t range_count);

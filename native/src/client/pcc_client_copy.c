@@ -366,6 +366,23 @@ static void give_up(struct pcc_client *client, struct pcc_job *job, int error)
     pcc_bell_ring(&client->view.page->client_bell);
 }
 
+/* Whether a chunk that GPUs have filled may be handed over. The update that has withdrawn a
+ * snapshot on the device may have come before the copy: the daemon does not keep such a one. */
+static bool is_right(const struct pcc_client *client, const struct pcc_flight *flight,
+                     uint32_t chunk)
+{
+    const uint64_t snapshot = flight->job->snapshot;
+
+    if (pcc_samples_agree(&client->view, snapshot, client->chunk_at[chunk], flight->offset_bytes,
+                          flight->length_bytes))
+        return true;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if (PCC_READ(&pcc_page_words(&client->view, snapshot, i)->withdrawn) >= snapshot)
+            return true;
+    }
+    return false;
+}
+
 /* The oldest landed chunk goes to the daemon, whose writers make its checksums: they would keep
  * this thread from the next copies, and the trainer's CPU from training. As pcc_client_work. */
 static int finish_one(struct pcc_client *client)
@@ -377,8 +394,7 @@ static int finish_one(struct pcc_client *client)
     const struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
-    const bool right = pcc_samples_agree(&client->view, job->snapshot, client->chunk_at[chunk],
-                                         flight->offset_bytes, flight->length_bytes);
+    const bool right = is_right(client, flight, chunk);
     pad(client->chunk_at[chunk], flight->length_bytes);
     PCC_LOCKED(&client->lock);
     if (!right)

@@ -212,6 +212,17 @@ static CUresult samples_take(const struct pcc_client_device *device, uint64_t sn
     return result;
 }
 
+/* A stream has yet to copy samples of the snapshot that had the entry before, perhaps to the place
+ * of ours: without samples nothing there counts. */
+static bool is_in_use(struct pcc_client *client, uint64_t snapshot, uint32_t device)
+{
+    const struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
+
+    PCC_LOCKED(&client->gpu_lock);
+    return part->waited != NULL &&
+           client->devices[device].gpu.cuda->event_query(part->waited) == CUDA_ERROR_NOT_READY;
+}
+
 int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                       uint64_t stream, const struct pcc_device_range *ranges, uint64_t range_count)
 {
@@ -228,6 +239,8 @@ int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t dev
     PCC_CLIENT_GPU(gpu, mine);
     if (gpu.error != 0)
         return gpu.error;
+    if (is_in_use(client, snapshot, device))
+        return 0;
     pcc_samples_choose(&client->view, snapshot, device, ranges, range_count, parts);
     CUstream const on = (CUstream)(uintptr_t)stream;
     const CUresult result = samples_take(mine, snapshot, on, parts);

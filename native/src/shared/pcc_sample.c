@@ -117,12 +117,12 @@ void pcc_samples_choose(const struct pcc_page_view *view, uint64_t snapshot, uin
     memset(parts_out, 0, PCC_SAMPLES * sizeof(*parts_out));
     if (getrandom(dice, sizeof(dice), 0) != (ssize_t)sizeof(dice))
         return;
-    /* The stretches share the samples, and change places from snapshot to snapshot. */
+    /* The stretches share the samples. The next snapshot with this entry has them alike. */
     for (uint64_t at = 0, number = 0; at < count; at += stretch.count, number++) {
         stretch = stretch_first(ranges + at, count - at);
         if (ranges[at].device != device)
             continue;
-        for (uint64_t i = (number + snapshot) % stretches; i < PCC_SAMPLES; i += stretches) {
+        for (uint64_t i = number; i < PCC_SAMPLES; i += stretches) {
             const struct place place =
                 place_choose(&stretch, i / stretches, snapshot, dice[0], dice[i]);
             parts_out[i] = sample_prepare(&place, dice[i], view->geometry.chunk_bytes, &samples[i]);
