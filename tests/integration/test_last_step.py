@@ -215,6 +215,7 @@ def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
         trainer.step()
         trainer.checkpoint(to="device")
         trainer.synchronize()
+        trainer.evaluate(handed_over)
         trainer.kill()
         found = node.connect(PARTS).recover()
         assert (found["step"], found["wrong"]) == (2, "")
