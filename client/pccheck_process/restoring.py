@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import os
 import resource
-import select
 import signal
 import stat
 import subprocess
@@ -22,6 +21,7 @@ from pccheck_process.driving import criu, inside
 from pccheck_process.driving.serving import Serving
 from pccheck_process.procs import fingerprint
 from pccheck_store.reading.source import Payloads, Source
+from pccheck_wire.basics import arrives
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DamagedError,
@@ -336,8 +336,8 @@ def _run_criu(
 def _until_made(process: subprocess.Popen[bytes], heard: int, wanted: RestoreWanted) -> bool:
     """Waits for CRIU's end, or for what process 1 of the namespace says of that."""
     if wanted.own_pids:
-        ready, _, _ = select.select([heard], [], [], RESTORE_LIMIT_S)
-        if ready and os.read(heard, len(inside.RESTORED)) == inside.RESTORED:
+        said = arrives(heard, RESTORE_LIMIT_S) and os.read(heard, len(inside.RESTORED))
+        if said == inside.RESTORED:
             return True
         process.kill()
     try:

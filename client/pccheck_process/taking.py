@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pccheck_process.driving import criu
 from pccheck_process.driving.capture import Capture
 from pccheck_store import VERSION
 from pccheck_wire import attach
-from pccheck_wire.basics import Closing, size_text, socket_name
+from pccheck_wire.basics import Closing, arrives, size_text, socket_name
 from pccheck_wire.errors import CheckpointFailedError, RefusedError, UsageError, WaitTimeoutError
 from pccheck_wire.messages import Pause, Paused
 
@@ -129,8 +128,7 @@ class Watched(Closing):
 
     def wait(self, limit_s: float) -> bool:
         """Whether it has ended by then."""
-        ready, _, _ = select.select([self._pidfd], [], [], max(0, limit_s))
-        return bool(ready)
+        return arrives(self._pidfd, limit_s)
 
     def close(self) -> None:
         os.close(self._pidfd)

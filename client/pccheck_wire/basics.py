@@ -7,10 +7,12 @@ takes for its answer."""
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from typing import Self
 
 PROTOCOL_VERSION = 18
@@ -43,6 +45,14 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def arrives(source: int | socket.socket, limit_s: float) -> bool:
+    """Whether something can be read there, or it has ended, within the limit. (`select.select()`
+    takes no descriptor above 1023.)"""
+    arrivals = select.poll()
+    arrivals.register(source, select.POLLIN)
+    return bool(arrivals.poll(1000 * max(0, limit_s)))
 
 
 def socket_name(given: str | os.PathLike[str] | None) -> str:

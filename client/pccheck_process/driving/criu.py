@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -16,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pccheck_wire.basics import Closing
+from pccheck_wire.basics import Closing, arrives
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, RefusedError
 
 VARIABLE = "PCCHECK_CRIU"
@@ -199,8 +198,7 @@ class Dump:
 
     def poll(self, limit_s: float) -> bool:
         """Waits for news. True when CRIU has dumped everything, or has ended."""
-        ready, _, _ = select.select([self._socket], [], [], limit_s)
-        if not ready:
+        if not arrives(self._socket, limit_s):
             return False
         try:
             data = self._socket.recv(_LOG_TAIL_BYTES)
@@ -267,8 +265,7 @@ def _watch(pid: int, life: int, limit_s: float) -> None:
         _close_all_but(life, watched)
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
-            ready, _, _ = select.select([life], [], [], 1.0)
-            if ready:
+            if arrives(life, 1.0):
                 if not os.read(life, 4096):
                     os._exit(0)
                 deadline_s = time.monotonic() + limit_s
