@@ -1,8 +1,8 @@
-"""A driver that maps other memory for the daemon than the trainer has: nothing wrong is saved."""
+"""A driver that maps other memory for the daemon, or copies other bytes, than the trainer has:
+nothing wrong is saved."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import Part
 
+from .gpu_lies_campaign import late_step
+
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="a card's driver does not lie")
 #: Each in an allocation of its own, of one length, for which the driver's lie exchanges them.
 PARTS = (Part(2_700_000), Part(2_700_000))
-UPDATE_S = 0.2
 
 
 @pytest.mark.parametrize("snapshot", ["overlap", "blocking"])
@@ -40,12 +41,6 @@ def test_a_handle_that_opens_other_memory(snapshot: str) -> None:
         assert trainer.check(4) == ""
 
 
-def late_step(trainer: Any) -> None:
-    """The update begins late, and the CPU does not wait for it."""
-    trainer.gpu.launch(lambda: time.sleep(UPDATE_S), 0)
-    trainer.step()
-
-
 @pytest.mark.parametrize(
     ("lie", "ways"),
     [
@@ -57,7 +52,7 @@ def late_step(trainer: Any) -> None:
 )
 def test_copies_that_are_not_those_of_the_stream(lie: str, ways: dict[str, Any]) -> None:
     """Whoever makes them, and wherever they are made."""
-    with Node("--dram", "128MiB", lie=lie) as node:
+    with Node("--dram", "128MiB", devices=2, lie=lie) as node:
         trainer = node.start().connect(PARTS, **ways)
         for _ in range(3):
             trainer.evaluate(late_step)

@@ -269,7 +269,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_job_device *part = &job->devices[i];
         *part = (struct pcc_job_device){
-            .marked = part->marked, .copied = part->copied, .waited = part->waited};
+            .marked = part->marked, .copied = part->copied, .page_used = part->page_used};
     }
     PCC_WRITE(&job->stop, false);
     PCC_WRITE(&job->host_read, false);

@@ -256,7 +256,7 @@ static bool is_on_its_way(const struct pcc_client *client, uint32_t index)
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         const struct pcc_job_device *part = &client->jobs[i].devices[index];
         if ((part->marked != NULL && cuda->event_query(part->marked) == CUDA_ERROR_NOT_READY) ||
-            (part->waited != NULL && cuda->event_query(part->waited) == CUDA_ERROR_NOT_READY))
+            (part->page_used != NULL && cuda->event_query(part->page_used) == CUDA_ERROR_NOT_READY))
             return true;
     }
     return false;
@@ -291,7 +291,7 @@ static void events_destroy(struct pcc_client *client, uint32_t index)
 
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         const struct pcc_job_device *part = &client->jobs[i].devices[index];
-        CUevent const events[] = {part->marked, part->copied, part->waited};
+        CUevent const events[] = {part->marked, part->copied, part->page_used};
         for (size_t k = 0; k < sizeof(events) / sizeof(*events); k++)
             if (events[k] != NULL)
                 (void)cuda->event_destroy(events[k]);

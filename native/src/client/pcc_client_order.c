@@ -115,7 +115,7 @@ static void page_used(struct pcc_client *client, uint64_t snapshot, uint32_t dev
     struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
 
     PCC_LOCKED(&client->gpu_lock);
-    if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
+    if (record_behind(mine->gpu.cuda, &part->page_used, stream) != CUDA_SUCCESS)
         mine->unfenced = true;
 }
 
@@ -219,8 +219,8 @@ static bool is_in_use(struct pcc_client *client, uint64_t snapshot, uint32_t dev
     const struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
 
     PCC_LOCKED(&client->gpu_lock);
-    return part->waited != NULL &&
-           client->devices[device].gpu.cuda->event_query(part->waited) == CUDA_ERROR_NOT_READY;
+    return part->page_used != NULL &&
+           client->devices[device].gpu.cuda->event_query(part->page_used) == CUDA_ERROR_NOT_READY;
 }
 
 int pcc_client_sample(struct pcc_client *client, uint64_t snapshot, uint32_t device,

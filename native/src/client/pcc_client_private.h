@@ -40,7 +40,7 @@ static inline struct pcc_source pcc_source_on_device(const struct pcc_device_ran
 
 struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for the next one */
     CUevent marked;     /* behind all that the part depends on */
-    CUevent waited;     /* behind its samples, and the waits for it; under gpu_lock */
+    CUevent page_used;  /* behind its samples, and the waits for it; under gpu_lock */
     CUevent copied;     /* push: behind its last copy */
     bool is_marked;
     bool aside;         /* `marked` is behind the staging */

@@ -40,8 +40,8 @@ static uint32_t stretches_count(const struct pcc_device_range *ranges, uint64_t 
 {
     uint32_t stretches = 0;
 
-    for (uint64_t i = 0; i < count; i++)
-        stretches += i == 0 || ranges[i].device != ranges[i - 1].device;
+    for (uint64_t at = 0; at < count; at += stretch_first(ranges + at, count - at).count)
+        stretches++;
     return stretches;
 }
 

@@ -369,7 +369,7 @@ def test_staging_for_what_no_gate_guards_is_limited() -> None:
         exposure.prepare(part(volatile=512))
 
 
-def test_streams_are_sampled_and_then_marked_when_everything_was_staged(fakes: FakeDevices) -> None:
+def test_streams_are_sampled_before_staging_and_marked_after(fakes: FakeDevices) -> None:
     connection = FakeConnection()
     exposure = Exposure(connection, "push", 5)  # type: ignore[arg-type]
     views = [view(1 << 40, 512, 0), view(2 << 40, 64, 0, volatile=True), view(3 << 40, 64, 2)]
