@@ -51,6 +51,15 @@ def park(group: list[Rank], step: int) -> list[int]:
     return snapshots
 
 
+def occupy_disk(group: list[Rank]) -> list[int]:
+    """Every rank copies step 1, and writes it: what comes later stays in memory. Without the wait
+    a later step takes its place, and is the one that is written."""
+    snapshots = park(group, 1)
+    pairs = list(zip(group, snapshots, strict=True))
+    until(lambda: all(rank.native.state(one).outcome == State.WRITING for rank, one in pairs))
+    return snapshots
+
+
 def begin(group: list[Rank], step: int) -> list[int]:
     return [
         rank.begin(step, data_of(rank.rank, step), level=LEVEL_MEMORY, row=step) for rank in group
@@ -102,7 +111,8 @@ def test_a_killed_trainer_loses_nothing(start_daemon: Start, members: Members, w
 def test_a_newer_one_replaces_an_older_one(start_daemon: Start, members: Members) -> None:
     daemon = start_daemon(*SMALL, *STUCK)
     (rank,) = members(daemon)
-    first, *others = [park([rank], step)[0] for step in range(1, 7)]
+    (first,) = occupy_disk([rank])
+    others = [park([rank], step)[0] for step in range(2, 7)]
     assert [ended(rank, one) for one in others[:-1]] == [State.SUPERSEDED] * 4
     told = rank.describe(others[0])
     reason = "a newer checkpoint, step 3, is in memory on all ranks"
@@ -182,8 +192,7 @@ def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Mem
     """Room for two states: beside one that is written and one that is safe there is no third."""
     daemon = start_daemon(*SMALL, *STUCK, "--dram", "4MiB")
     (rank,) = members(daemon)
-    (first,) = park([rank], 1)
-    until(lambda: rank.native.state(first).outcome == State.WRITING)  # else the second replaces it
+    (first,) = occupy_disk([rank])
     (second,), (third,) = park([rank], 2), begin([rank], 3)
     assert ended(rank, third) is State.SKIPPED
     assert "--dram" in rank.describe(third).hint
@@ -196,7 +205,8 @@ def test_status_and_list_say_what_is_in_memory(
 ) -> None:
     daemon = start_daemon(*SMALL, *STUCK)
     group = members(daemon, 2)
-    for step in range(1, 4):
+    occupy_disk(group)
+    for step in range(2, 4):
         park(group, step)
     park(group[:1], 4)
     (cost,) = daemon.status()["memory"]
@@ -215,7 +225,8 @@ def test_status_and_list_say_what_is_in_memory(
 def test_metrics_say_what_is_in_memory(start_daemon: Start, members: Members) -> None:
     daemon = start_daemon(*SMALL, *STUCK, "--metrics", "127.0.0.1:0")
     group = members(daemon, 2)
-    for step in range(1, 4):
+    occupy_disk(group)
+    for step in range(2, 4):
         park(group, step)
     park(group[:1], 4)
     found = {
