@@ -515,8 +515,9 @@ class PCcheckClient(Closing):
     ) -> InFlight:
         self._planner.hooks.follow()
         snapshot = self._planner.snapshot(
-            connection.native.chunk_bytes, state, step, node, self._saver.pushed
-        )
+            connection.native.chunk_bytes, state, step, node, self._saver.pushed,
+            replica=self._saver.replica,
+        )  # fmt: skip
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
         try:

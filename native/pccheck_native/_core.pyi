@@ -354,7 +354,10 @@ class Tenant:
     def attach(self, socket_fd: int, session: int, pid: int = 0) -> int:
         """The page's descriptor, the caller's. `pid`: the trainer as named here, 0 = unknown."""
 
-    def detach(self) -> None: ...  # blocks for the drain
+    def detach(self, others: Sequence[Tenant]) -> int | None:
+        """Blocks for the drain. Returns which of the `others`, ranks that share the state, had the
+        last step that its own GPU memory did not give any more."""
+
     def grow(self, bytes: int, /) -> int: ...  # the bytes that it has now
     def shrink(self, bytes: int, /) -> tuple[int, int, int]:
         """Takes memory back, with a trainer or without, a step further each time: the bytes held
@@ -526,7 +529,10 @@ class Client:
         """False while a marked stream is still busy with what came before the snapshot."""
 
     def capturing(self, device: int, stream: int) -> bool: ...
-    def expose(self, device_ranges: _Packed, device_bytes: int, known: bool = False) -> bytes:
+    def expose(
+        self, device_ranges: _Packed, device_bytes: int, known: bool = False, replica_id: int = 0,
+        replica: _Packed = b"", shares: _Packed = b"",
+    ) -> bytes:  # fmt: skip
         """The exposure of these ranges. `known`: the daemon has the exposure before. NativeError
         BAD_HANDLE when memory cannot be shared."""
 
@@ -549,9 +555,10 @@ class Client:
     def confirm(self, snapshot: int, /) -> None:
         """The source of a provisional snapshot was not changed before it was read."""
 
-    def write(self, snapshot: int, /) -> None:
+    def write(self, snapshot: int, /) -> bool:
         """A snapshot of level memory, from its request on, is wanted on the disk: the daemon gets a
-        "wanted" event, once. Nothing happens when it has ended or is being written."""
+        "wanted" event, once. Nothing happens when it has ended or is being written. False: its GPU
+        has failed, and the daemon looks for it with the other ranks when this process has ended."""
 
     def abandon(self, snapshot: int, /) -> bool: ...
     def state(self, snapshot: int, /) -> ClientState | None: ...

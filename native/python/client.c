@@ -119,7 +119,7 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 PCC_PY_CALLS_NUMBER(client_confirm, PCC_PY_RETURN_NONE, pcc_client_confirm)
-PCC_PY_CALLS_NUMBER(client_write, PCC_PY_RETURN_NONE, pcc_client_write)
+PCC_PY_CALLS_NUMBER(client_write, PCC_PY_RETURN_BOOL, pcc_client_write)
 PCC_PY_CALLS_NUMBER(client_abandon, PCC_PY_RETURN_BOOL, pcc_client_abandon)
 
 /* -- images of processes ----------------------------------------------------------------------- */
@@ -489,18 +489,28 @@ static void bytes_free(uint8_t **bytes)
 
 static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"device_ranges", "device_bytes", "known", NULL};
+    static char *names[] = {"device_ranges", "device_bytes", "known", "replica_id",
+                            "replica",       "shares",       NULL};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges whole PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges shares PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_client_replica replica = {0};
     uint64_t device_bytes;
     int known = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|p:expose", names, pcc_py_device_ranges,
-                                     &ranges, pcc_py_u64, &device_bytes, &known))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|pO&O&O&:expose", names,
+                                     pcc_py_device_ranges, &ranges, pcc_py_u64, &device_bytes,
+                                     &known, pcc_py_u64, &replica.id, pcc_py_device_ranges, &whole,
+                                     pcc_py_ranges, &shares))
         return NULL;
+    replica.ranges = whole.device_items;
+    replica.range_count = whole.count;
+    replica.shares = shares.items;
+    replica.share_count = shares.count;
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
     uint64_t length_bytes = 0;
     int result;
     PCC_PY_CALL(result = pcc_client_expose(handle, ranges.device_items, ranges.count, device_bytes,
-                                           known != 0, &bytes, &length_bytes));
+                                           &replica, known != 0, &bytes, &length_bytes));
     return result < 0 ? pcc_py_done(self, result)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }

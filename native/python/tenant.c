@@ -258,7 +258,60 @@ static PyObject *tenant_attach(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
 
-PCC_PY_CALLS(tenant_detach, PCC_PY_RETURN_NONE, pcc_tenant_detach)
+/* Tenants that a call borrows, from a sequence. */
+struct lenders {
+    PyObject *tuple;
+    struct pcc_tenant **handles; /* NULL: that one is closed */
+    Py_ssize_t count;
+};
+
+static void lenders_done(struct lenders *lenders)
+{
+    while (lenders->count-- > 0)
+        if (lenders->handles[lenders->count] != NULL)
+            pcc_py_leave(PyTuple_GetItem(lenders->tuple, lenders->count));
+    PyMem_Free(lenders->handles);
+    Py_XDECREF(lenders->tuple);
+}
+
+static int lenders_enter(PyObject *self, PyObject *others, struct lenders *out)
+{
+    PyTypeObject *type = pcc_py_state_of(Py_TYPE(self))->types[PCC_PY_TENANT];
+
+    out->tuple = PySequence_Tuple(others);
+    if (out->tuple == NULL)
+        return -1;
+    const Py_ssize_t count = PyTuple_Size(out->tuple);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!PyObject_TypeCheck(PyTuple_GetItem(out->tuple, i), type)) {
+            PyErr_SetString(PyExc_TypeError, "detach() takes Tenants");
+            return -1;
+        }
+    out->handles = PyMem_Calloc((size_t)count + 1, sizeof(struct pcc_tenant *));
+    if (out->handles == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; out->count < count; out->count++) {
+        out->handles[out->count] = pcc_py_enter(PyTuple_GetItem(out->tuple, out->count));
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+static PyObject *tenant_detach(PyObject *self, PyObject *others)
+{
+    struct lenders lenders PCC_PY_OWNED(lenders_done) = {0};
+    int32_t lender;
+    PCC_PY_ENTER();
+    if (lenders_enter(self, others, &lenders) != 0)
+        return NULL;
+    PCC_PY_UNLOCKED(lender = pcc_tenant_detach(handle, (struct pcc_tenant *const *)lenders.handles,
+                                               (uint32_t)lenders.count));
+    if (lender < 0)
+        Py_RETURN_NONE;
+    return PyLong_FromLong(lender);
+}
 
 /* -- its memory -------------------------------------------------------------------------------- */
 
@@ -458,7 +511,7 @@ static PyMethodDef methods[] = {
     {"settle", tenant_settle, METH_NOARGS, NULL},
     {"unbind", tenant_unbind, METH_O, NULL},
     PCC_PY_METHOD("attach", tenant_attach),
-    {"detach", tenant_detach, METH_NOARGS, NULL},
+    {"detach", tenant_detach, METH_O, NULL},
     {"grow", tenant_grow, METH_O, NULL},
     {"shrink", tenant_shrink, METH_O, NULL},
     {"release_memory", tenant_release_memory, METH_NOARGS, NULL},

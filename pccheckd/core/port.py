@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -86,15 +86,18 @@ class Port:
         self._drained.clear()
         return page_fd
 
-    async def detach(self) -> None:
+    async def detach(self, others: Sequence[Port] = ()) -> Port | None:
         """Returns when every copy of the session is complete or aborted. The event that ends an
-        aborted one may come later, when its writes are done."""
+        aborted one may come later, when its writes are done. If the last step could not be read
+        from the trainer's GPU: the one of `others`, of ranks of its job, that had it, too."""
         if not self.attached:
-            return
-        await self._engine.drive(self._uid, self.native.detach)
+            return None
+        lenders = [other.native for other in others]
+        lender = await self._engine.drive(self._uid, self.native.detach, lenders)
         await happened(self._drained, DETACH_LIMIT_S)
         self.attached = False
         self.grant.look()
+        return others[lender] if lender is not None else None
 
     def usage(self) -> _core.TenantUsage | None:
         """What its memory is used for; None once it is closed. Never blocks for long."""

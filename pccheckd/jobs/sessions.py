@@ -292,7 +292,8 @@ class Sessions:
     async def _detach(self, session: Session, tenant: Tenant) -> None:
         owner = tenant.seat.owner
         try:
-            await tenant.detach(session.number, give_way=session.gives_way)
+            others = session.job.tenants.values() if session.job is not None else ()
+            await tenant.detach(session.number, others, give_way=session.gives_way)
         finally:
             mine = owner is not None and owner.session == session.number
             if session.wide is not None:

@@ -4,13 +4,15 @@ parts have a module each; this one says how the rank and its trainers come and g
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from pccheck_native import _core
 from pccheck_native.group import Agreement
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.background import Tasks
+from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
-from pccheckd.core.port import Owner
+from pccheckd.core.port import Owner, Port
 from pccheckd.core.uses import Seat, Uses
 
 from . import admission
@@ -126,9 +128,12 @@ class Tenant:
             await self.retention.protect_late()
             return page_fd
 
-    async def detach(self, session: int, *, give_way: bool = False) -> None:
-        """The trainer has ended: copied checkpoints continue, the others fail. `give_way`: the
-        tenant returns its memory before the trainer can attach again."""
+    async def detach(
+        self, session: int, others: Collection[Tenant] = (), *, give_way: bool = False
+    ) -> None:
+        """The trainer has ended: copied checkpoints continue, the others fail. `others`: the ranks
+        of the job here, whose GPUs may hold what this trainer's do not give any more. `give_way`:
+        the tenant returns its memory before the trainer can attach again."""
         if self.seat.owner is None or self.seat.owner.session != session:
             return
         self.ledger.trainer_ended()
@@ -136,11 +141,21 @@ class Tenant:
         async with self.binding.lock:
             try:
                 if (port := self.binding.port) is not None:
-                    await port.detach()
+                    await self._detach(port, others)
                     if give_way and not self.ledger.live():
                         await port.release_memory()
             finally:
                 self.seat.free()
+
+    async def _detach(self, port: Port, others: Collection[Tenant]) -> None:
+        found = [(one.key, one.binding.port) for one in others if one is not self]
+        ports = {other: key for key, other in found if other is not None}
+        lender = await port.detach(list(ports))
+        if lender is not None:
+            LOG.info(
+                "%s: the last step could not be read from its own GPU memory, and was read from "
+                "that of rank %d", self.key, ports[lender].rank,
+            )  # fmt: skip
 
     async def rest(self) -> None:
         """Ends the writers of a rank whose trainer has been away for a while; a trainer that comes

@@ -160,8 +160,8 @@ def refused(session: attach.Attachment, body: Expose, why: str) -> None:
 
 def run(pieces: int, uuid: bytes = bytes(16)) -> bytes:
     """An exposure of one run of pieces of 2 MiB."""
-    magic = int.from_bytes(b"PCCGEXP2", "little")
-    head = struct.pack("<QIIQIIQ16x", magic, 1, 1, 1 << 20, 0, 0, 0)
+    magic = int.from_bytes(b"PCCGEXP3", "little")
+    head = struct.pack("<QIIQIIQ16xQII", magic, 1, 1, 1 << 20, 0, 0, 0, 0, 0, 0)
     allocation = struct.pack("<64s16sQQQII", os.urandom(64), uuid, pieces << 21, 0, 0, 0, pieces)
     return head + allocation + struct.pack("<IIQQQ", 0, 0, 0, 0, 1 << 20)
 

@@ -95,12 +95,12 @@ def test_it_is_skipped_where_the_daemon_does_not_pull() -> None:
         assert "does not pull" in trainer.reason(handle)
 
 
-def ranks(nodes: list[Node], **options: Any) -> list[GpuTrainer]:
+def ranks(nodes: list[Node], parts: tuple[Part, ...] = PARTS, **options: Any) -> list[GpuTrainer]:
     """Two, with a GPU each, on one node or on two."""
     devices = range(2) if len(nodes) == 1 else (0, 0)
     return [
         node.connect(
-            tuple(one._replace(device=device) if one.device != HOST else one for one in PARTS),
+            tuple(one._replace(device=device) if one.device != HOST else one for one in parts),
             rank=rank, world_size=2, **options,
         )
         for rank, (node, device) in enumerate(zip(nodes * (3 - len(nodes)), devices, strict=True))
@@ -220,3 +220,50 @@ def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
         found = node.connect(PARTS).recover()
         assert (found["step"], found["wrong"]) == (2, "")
         node.daemon.logs("other bytes")
+
+
+#: Nothing on the GPU that only one rank has.
+SHARED = tuple(one for one in PARTS if one.kind != "buffer")
+
+
+def a_step_on_both_gpus(node: Node, launch: int) -> tuple[list[GpuTrainer], int]:
+    """Ranks that share all that is on their GPUs, with step 5 there; the handle of rank 1."""
+    group = ranks([node], SHARED, replicated=True, **launched(launch))
+    begin(group)
+    handle = save(group, to="device")[1]
+    for trainer in group:
+        trainer.synchronize()
+        trainer.evaluate(handed_over)
+    return group, handle
+
+
+def rank_1_has_it(node: Node, group: list[GpuTrainer], handle: int) -> None:
+    """Rank 0 has ended. Both ranks resume from step 5."""
+    node.daemon.logs("was read from that of rank 1")
+    assert group[1].wait_durable(handle) == "durable"
+    group[1].kill()
+    group = ranks([node], SHARED, replicated=True, **launched(1))
+    assert restored(group) == [(5, ""), (5, "")]
+
+
+def test_another_rank_has_what_a_dead_one_does_not_give_any_more() -> None:
+    """A driver that does not keep a dead process's memory."""
+    with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead="scramble") as node:
+        group, handle = a_step_on_both_gpus(node.start(), 0)
+        group[0].kill()
+        rank_1_has_it(node, group, handle)
+
+
+def test_another_rank_has_what_a_broken_gpu_held() -> None:
+    """The trainer sees a CUDA error, and ends in order."""
+    with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead="keep") as node:
+        group, handle = a_step_on_both_gpus(node.start(), 0)
+        group[0].faults.set(lose_context=700)
+        state, reason = group[0].evaluate(after_an_error)
+        assert state == "FAILED" and "another rank" in reason
+        rank_1_has_it(node, group, handle)
+
+
+def after_an_error(trainer: Any) -> tuple[str, str]:
+    trainer.client.close()
+    return trainer.handles[-1].state.name, trainer.handles[-1].reason

@@ -36,6 +36,8 @@ static CUresult (*capture_begin)(CUstream, int);
 static CUresult (*capture_end)(CUstream);
 static CUresult (*load_module)(void);
 
+static const struct pcc_client_replica no_replica = {0};
+
 static inline void symbol(void *library, const char *name, void *out)
 {
     void *found = dlsym(library, name);

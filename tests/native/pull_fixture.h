@@ -24,6 +24,10 @@ struct pull {
     uint32_t memory_count;
     struct pcc_exposed_range ranges[RANGES_MAX];
     uint32_t range_count;
+    struct pcc_exposed_range replica[RANGES_MAX];
+    struct pcc_exposed_share shares[RANGES_MAX];
+    uint64_t replica_id;
+    uint32_t replica_count, share_count;
     uint64_t device_bytes;
     uint64_t map;
     int *fds; /* what comes with the next exposure */
@@ -105,15 +109,20 @@ static inline uint64_t exposure_make(struct pull *p, uint8_t *out)
                                 .allocation_count = p->memory_count,
                                 .range_count = p->range_count,
                                 .device_bytes = p->device_bytes,
-                                .probe_offset_bytes = 64};
+                                .probe_offset_bytes = 64,
+                                .replica_id = p->replica_id,
+                                .replica_count = p->replica_count,
+                                .share_count = p->share_count};
     uint8_t *at = out + sizeof(head);
 
     memcpy(head.probe, p->memory[0].expected + 64, sizeof(head.probe));
     memcpy(out, &head, sizeof(head));
     for (uint32_t i = 0; i < p->memory_count; i++, at += sizeof(p->memory[i].exposed))
         memcpy(at, &p->memory[i].exposed, sizeof(p->memory[i].exposed));
-    memcpy(at, p->ranges, p->range_count * sizeof(p->ranges[0]));
-    return (uint64_t)(at - out) + p->range_count * sizeof(p->ranges[0]);
+    at = mempcpy(at, p->ranges, p->range_count * sizeof(p->ranges[0]));
+    at = mempcpy(at, p->replica, p->replica_count * sizeof(p->replica[0]));
+    at = mempcpy(at, p->shares, p->share_count * sizeof(p->shares[0]));
+    return (uint64_t)(at - out);
 }
 
 #define EXPOSURE_ROOM 8192u

@@ -166,7 +166,7 @@ static inline void ends_close(struct fixture *f)
 
 static inline void detach(struct fixture *f)
 {
-    pcc_tenant_detach(f->tenant);
+    (void)pcc_tenant_detach(f->tenant, NULL, 0);
     CHECK(event_until(f, PCC_EVENT_DETACHED).session == f->session);
     ends_close(f);
 }

@@ -15,7 +15,7 @@ static int expose_knowing(struct daemon *d, const struct pcc_device_range *range
     uint8_t *bytes;
     uint64_t length;
     const int error =
-        pcc_client_expose(d->client, ranges, count, 4 * CHUNK, known, &bytes, &length);
+        pcc_client_expose(d->client, ranges, count, 4 * CHUNK, &no_replica, known, &bytes, &length);
 
     if (error != 0)
         return error;
@@ -152,8 +152,8 @@ static uint64_t tiny(struct daemon *d, CUdeviceptr base, uint64_t count, uint64_
     CHECK(ranges != NULL);
     for (uint64_t i = 0; i < count; i++)
         ranges[i] = on_gpu(0, base + i * step, i * payload_step, 4);
-    const int error =
-        pcc_client_expose(d->client, ranges, count, count * payload_step, false, &bytes, &length);
+    const int error = pcc_client_expose(d->client, ranges, count, count * payload_step, &no_replica,
+                                        false, &bytes, &length);
     free(ranges);
     if (error != 0) {
         CHECK_EQUAL(error, -PCC_E_TOO_LARGE);

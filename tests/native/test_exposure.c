@@ -8,13 +8,19 @@
 #define CHUNK 65536u
 #define ALLOCATIONS 3u
 #define RANGES 6u
+#define REPLICA 3u
+#define SHARES 2u
 
 struct exposed { /* as it goes over the wire */
     struct pcc_exposure head;
     struct pcc_exposed_allocation allocations[ALLOCATIONS];
     struct pcc_exposed_range ranges[RANGES];
+    struct pcc_exposed_range replica[REPLICA];
+    struct pcc_exposed_share shares[SHARES];
 };
-_Static_assert(sizeof(struct exposed) == 56 + ALLOCATIONS * 112 + RANGES * 32, "no padding");
+_Static_assert(sizeof(struct exposed) ==
+                   72 + ALLOCATIONS * 112 + (RANGES + REPLICA) * 32 + SHARES * 24,
+               "no padding");
 
 /* Two GPUs: three chunks of the first, from two allocations, one chunk of the second. */
 static struct exposed honest(void)
@@ -24,7 +30,10 @@ static struct exposed honest(void)
                                  .range_count = RANGES,
                                  .device_bytes = 4 * CHUNK,
                                  .probe_allocation = 1,
-                                 .probe_offset_bytes = 1000}};
+                                 .probe_offset_bytes = 1000,
+                                 .replica_id = 4,
+                                 .replica_count = REPLICA,
+                                 .share_count = SHARES}};
     static const struct pcc_exposed_range ranges[RANGES] = {
         {.allocation = 0, .allocation_offset_bytes = 512, .offset_bytes = 0, .length_bytes = 100},
         {.allocation = 1, .allocation_offset_bytes = 0, .offset_bytes = 128, .length_bytes = CHUNK},
@@ -33,7 +42,21 @@ static struct exposed honest(void)
         {.allocation = 1, .offset_bytes = 2 * CHUNK + 1, .length_bytes = 64},
         {.allocation = 2, .offset_bytes = 3 * CHUNK + 64, .length_bytes = CHUNK - 64},
     };
+    static const struct pcc_exposed_range replica[REPLICA] = {
+        {.allocation = 2, .offset_bytes = 64, .length_bytes = CHUNK},
+        {.allocation = 0,
+         .allocation_offset_bytes = 7,
+         .offset_bytes = CHUNK + 64,
+         .length_bytes = CHUNK},
+        {.allocation = 1, .offset_bytes = 3 * CHUNK, .length_bytes = 2 * CHUNK},
+    };
+    static const struct pcc_exposed_share shares[SHARES] = {
+        {.replica_offset_bytes = 3 * CHUNK + 5, .offset_bytes = 0, .length_bytes = CHUNK},
+        {.replica_offset_bytes = 64, .offset_bytes = 3 * CHUNK, .length_bytes = 64},
+    };
     memcpy(e.ranges, ranges, sizeof(ranges));
+    memcpy(e.replica, replica, sizeof(replica));
+    memcpy(e.shares, shares, sizeof(shares));
     for (uint32_t i = 0; i < ALLOCATIONS; i++) {
         e.allocations[i] = (struct pcc_exposed_allocation){
             .length_bytes = 2 * CHUNK, .buffer_id = 70 + i, .device = i == 2 ? 5 : 0};
@@ -171,7 +194,7 @@ static void twist_rest(uint32_t lie, struct exposed *e)
     else if (lie == 8)
         e->ranges[2].allocation = 2; /* two devices in one chunk */
     else if (lie == 9)
-        e->ranges[5].allocation = 0; /* then the second device has no chunk: not a lie */
+        e->ranges[5].allocation = 0; /* then the second device has no chunk */
     else if (lie <= 13)
         e->ranges[1].length_bytes = lengths[lie - 10]; /* the last one leaves nothing out: fine */
     else if (lie == 14)
@@ -190,6 +213,102 @@ static void twist_rest(uint32_t lie, struct exposed *e)
         e->ranges[5].offset_bytes -= CHUNK; /* and so is the last one */
 }
 
+static void twist_replica(uint32_t lie, struct exposed *e)
+{
+    if (lie == 0)
+        e->head.replica_count = REPLICA + 1;
+    else if (lie == 1)
+        e->head.replica_count = UINT32_MAX;
+    else if (lie == 2)
+        e->head.share_count = 0;
+    else if (lie == 3)
+        e->head.share_count = UINT32_MAX;
+    else if (lie == 4)
+        e->replica[1].allocation = ALLOCATIONS;
+    else if (lie == 5)
+        e->replica[2].length_bytes++; /* leaves its allocation */
+    else if (lie == 6)
+        e->replica[1].allocation_offset_bytes = UINT64_MAX;
+    else if (lie == 7)
+        e->replica[1].offset_bytes--; /* overlaps */
+    else if (lie == 8)
+        e->replica[2].offset_bytes = UINT64_MAX - 3;
+    else if (lie == 9)
+        e->replica[0].length_bytes = 0;
+    else if (lie == 10)
+        e->ranges[5].allocation = 0; /* then the GPU of replica[0] has no part */
+    else if (lie == 11)
+        e->shares[0].length_bytes = 3 * CHUNK + 1; /* overlaps */
+    else if (lie == 12)
+        e->shares[1].length_bytes = CHUNK + 1; /* leaves the device part */
+    else if (lie == 13)
+        e->shares[1].length_bytes = 0;
+    else
+        e->shares[1].replica_offset_bytes = UINT64_MAX - 3;
+}
+
+static void test_lies_about_the_replica_are_refused(void)
+{
+    struct pcc_exposure_view view;
+
+    for (uint32_t lie = 0; lie < 15; lie++) {
+        struct exposed exposed = honest();
+        twist_replica(lie, &exposed);
+        CHECK_EQUAL(parse(&exposed, &view), -PCC_E_BAD_PEER);
+    }
+}
+
+/* What a rank has of another one's payload. */
+static void test_elsewhere(void)
+{
+    struct exposed exposed = honest();
+    struct pcc_exposure_view mine, other, found;
+
+    /* Mine: one chunk of device 5, that is all shares. */
+    exposed.head.device_bytes = CHUNK;
+    exposed.head.range_count = 1;
+    exposed.head.replica_count = 0;
+    uint8_t bytes[sizeof(exposed)], *at = bytes;
+    const struct pcc_exposed_range range = {.allocation = 2, .length_bytes = CHUNK};
+    struct pcc_exposed_share shares[SHARES] = {
+        {.replica_offset_bytes = CHUNK, .offset_bytes = 0, .length_bytes = 200},
+        {.replica_offset_bytes = 2 * CHUNK, .offset_bytes = 1000, .length_bytes = 50},
+    };
+    for (uint32_t lack = 0; lack < 4; lack++) {
+        const uint32_t count = lack == 3 ? 0 : SHARES;
+        shares[1].replica_offset_bytes = lack == 1 ? 2 * CHUNK + 15 : 2 * CHUNK;
+        exposed.head.share_count = count;
+        at = mempcpy(bytes, &exposed, offsetof(struct exposed, ranges));
+        at = mempcpy(at, &range, sizeof(range));
+        at = mempcpy(at, shares, count * sizeof(shares[0]));
+        const char *why = NULL;
+        CHECK_EQUAL(pcc_exposure_parse(bytes, (uint64_t)(at - bytes), CHUNK, &mine, &why), 0);
+        struct exposed theirs = honest();
+        theirs.head.replica_id += lack == 2;
+        /* One GPU has both allocations, else a chunk is of two. */
+        theirs.allocations[2].device = 0;
+        memcpy(theirs.allocations[2].uuid, theirs.allocations[0].uuid, 16);
+        CHECK_EQUAL(parse(&theirs, &other), 0);
+        CHECK_EQUAL(pcc_exposure_elsewhere(&mine, &other, &found), lack == 0 ? 0 : -ENOENT);
+        pcc_exposure_free(&mine);
+        pcc_exposure_free(&other);
+        if (lack > 0)
+            continue;
+        CHECK(found.head.device_bytes == CHUNK && found.devices == 1 && found.chunks[0] == 1);
+        CHECK_EQUAL(found.head.range_count, 3);
+        CHECK(found.ranges[0].allocation == 2 && found.ranges[0].offset_bytes == 0);
+        CHECK(found.ranges[0].allocation_offset_bytes == CHUNK - 64);
+        CHECK(found.ranges[0].length_bytes == 64);
+        CHECK(found.ranges[1].allocation == 0 && found.ranges[1].offset_bytes == 64);
+        CHECK(found.ranges[1].allocation_offset_bytes == 7 && found.ranges[1].length_bytes == 136);
+        CHECK(found.ranges[2].allocation_offset_bytes == 7 + CHUNK - 64);
+        CHECK(found.ranges[2].offset_bytes == 1000 && found.ranges[2].length_bytes == 50);
+        CHECK(pcc_exposure_at(&found, 64) == &found.ranges[1]);
+        CHECK(pcc_exposure_at(&found, 200) == NULL && pcc_exposure_at(&found, 1050) == NULL);
+        pcc_exposure_free(&found);
+    }
+}
+
 static void test_every_lie_is_refused(void)
 {
     struct pcc_exposure_view view;
@@ -203,7 +322,7 @@ static void test_every_lie_is_refused(void)
         struct exposed exposed = honest();
         twist_rest(lie, &exposed);
         const int result = parse(&exposed, &view);
-        if (lie == 9 || lie == 13) {
+        if (lie == 13) {
             CHECK_EQUAL(result, 0);
             (void)walk_all(&view);
             pcc_exposure_free(&view);
@@ -274,6 +393,10 @@ static void test_random_layouts(void)
         struct exposed exposed = honest();
         struct pcc_exposure_view view;
         uint64_t at = next_random(&random) % 200;
+        exposed.replica[0].allocation = 0; /* the other GPU has no part */
+        exposed.shares[0].length_bytes = 1;
+        exposed.shares[1].offset_bytes = 1;
+        exposed.shares[1].length_bytes = 1;
         for (uint32_t i = 0; i < RANGES; i++) {
             struct pcc_exposed_range *range = &exposed.ranges[i];
             *range = (struct pcc_exposed_range){.allocation = next_random(&random) % 2,
@@ -304,6 +427,8 @@ int main(void)
 {
     RUN(test_an_honest_one);
     RUN(test_every_lie_is_refused);
+    RUN(test_lies_about_the_replica_are_refused);
+    RUN(test_elsewhere);
     RUN(test_any_length_is_survived);
     RUN(test_bits_flipped);
     RUN(test_random_layouts);

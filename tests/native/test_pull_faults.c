@@ -29,7 +29,7 @@ static uint32_t chunks_in(struct pull *p, enum pcc_chunk_state state)
 /* Detached in mid-copy: the events of the session's end and of the save's come in any order. */
 static void detach_failing(struct pull *p)
 {
-    pcc_tenant_detach(p->f.tenant);
+    (void)pcc_tenant_detach(p->f.tenant, NULL, 0);
     for (uint32_t told = 0; told != 3;) {
         const struct pcc_event event = event_next(&p->f);
         CHECK(event.kind == PCC_EVENT_DETACHED || event.error == -PCC_E_ABORTED);

@@ -28,7 +28,7 @@ static struct pcc_event leave(struct pull *p, uint64_t snapshot)
     struct pcc_event event, found = {0};
     bool detached = false;
 
-    pcc_tenant_detach(p->f.tenant);
+    (void)pcc_tenant_detach(p->f.tenant, NULL, 0);
     while (!detached || found.id == 0) {
         event = event_next(&p->f);
         detached = detached || event.kind == PCC_EVENT_DETACHED;

@@ -17,7 +17,7 @@ static int expose(void)
     if (error == 0)
         error = pcc_client_staging(d.client, 0, 2 * CHUNK, &staging);
     if (error == 0)
-        error = pcc_client_expose(d.client, &range, 1, CHUNK, false, &bytes, &length);
+        error = pcc_client_expose(d.client, &range, 1, CHUNK, &no_replica, false, &bytes, &length);
     if (error == 0) {
         CHECK(((struct pcc_exposure *)(void *)bytes)->range_count == 1);
         __wrap_free(bytes); /* the core's */

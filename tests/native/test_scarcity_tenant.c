@@ -102,7 +102,7 @@ static bool connect_one(struct fixture *f)
         error = pcc_client_open(f->sockets[1], f->page_fd, &f->client);
         if (error == 0)
             return true;
-        pcc_tenant_detach(f->tenant);
+        (void)pcc_tenant_detach(f->tenant, NULL, 0);
         CHECK(close(f->page_fd) == 0);
     }
     CHECK(was_refused() && error != -ENOSPC);
@@ -114,7 +114,7 @@ static void disconnect(struct fixture *f)
 {
     if (f->client == NULL)
         return;
-    pcc_tenant_detach(f->tenant);
+    (void)pcc_tenant_detach(f->tenant, NULL, 0);
     while (event_until(f, PCC_EVENT_DETACHED).session != f->session)
         ;
     ends_close(f);

@@ -215,7 +215,7 @@ static void test_trainer_killed(void)
         else
             (void)usleep(round * 150);
         CHECK(kill(child, SIGKILL) == 0 && waitpid(child, NULL, 0) == child);
-        pcc_tenant_detach(f.tenant);
+        (void)pcc_tenant_detach(f.tenant, NULL, 0);
         struct pcc_event event;
         do
             event = event_next(&f);
@@ -288,7 +288,7 @@ static void test_daemon_gone(void)
     submit(&f, 2, bytes, sizeof(bytes));
     CHECK(queue_event(&f, 2).kind == PCC_EVENT_WAITS); /* and is refused at the end */
     CHECK(pcc_client_load_start(f.client, 9, NULL, 0, NULL, 0) == 0);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     CHECK(shutdown(f.sockets[0], SHUT_RDWR) == 0);
     CHECK(pcc_client_load_wait(f.client, 9, soon()) == -ECONNRESET);
     CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_READ, soon()) == 0);

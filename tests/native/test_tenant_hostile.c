@@ -214,18 +214,18 @@ static void test_ring_is_drained(void)
     page_open(&f);
     admitted(&f, 1, chunks);
     say_all(&f, 1, chunks);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     CHECK(event_next(&f).kind == PCC_EVENT_COPIED);
     CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
     CHECK(word_get(&f, 1) == pcc_word(1, PCC_WORD_COPIED));
-    pcc_tenant_detach(f.tenant); /* again: nothing */
+    (void)pcc_tenant_detach(f.tenant, NULL, 0); /* again: nothing */
     ends_close(&f);
 
     page_open(&f);
     admitted(&f, 1, chunks);
     const struct pcc_message one = full(&f, 1, chunks[2], 2);
     say(&f, &one);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     const struct pcc_event event = event_until(&f, PCC_EVENT_FAILED);
     CHECK(event.id == 1 && event.error == -PCC_E_ABORTED);
     ends_close(&f);
@@ -669,7 +669,7 @@ static void test_a_copy_ends_with_its_session(void)
     while (f.tenant->chunks[chunk].state != PCC_CHUNK_GRANTED)
         chunk++;
     uint8_t *filled = map(&f, chunk);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     atomic_store(&barrier.go, true);
     CHECK(pcc_client_wait(f.client, 1, PCC_WAIT_READ, soon()) == -ECONNRESET);
     CHECK(filled[4 * BLOCK - 1] == 0xa5);
@@ -698,7 +698,7 @@ static void test_load_never_taken(void)
     CHECK(pcc_tenant_load(f.tenant, f.volume, true, sequence, 0, count, 6) == -EBUSY);
     CHECK(pcc_tenant_unbind(f.tenant, f.volume) == -EBUSY);
     (void)usleep(20000);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     const struct pcc_event event = event_until(&f, PCC_EVENT_LOAD_ENDED);
     CHECK(event.id == 5 && event.error == -PCC_E_ABORTED);
     CHECK(event_next(&f).kind == PCC_EVENT_DETACHED);

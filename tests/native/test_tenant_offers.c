@@ -241,7 +241,7 @@ static void test_trainer_killed(void)
         else
             (void)usleep(round * 40);
         CHECK(kill(child, SIGKILL) == 0 && waitpid(child, NULL, 0) == child);
-        pcc_tenant_detach(f.tenant);
+        (void)pcc_tenant_detach(f.tenant, NULL, 0);
         const struct pcc_event event = ended(&f);
         CHECK(event.id == 1 && event.sequence == sequence);
         CHECK(event.kind == PCC_EVENT_DURABLE || round % 4 != 3);

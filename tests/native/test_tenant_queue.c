@@ -196,7 +196,7 @@ static void test_what_waits_ends_with_its_session(void)
     for (uint64_t snapshot = 1; snapshot <= 5; snapshot++)
         request(&f, snapshot);
     wait_queued(&f, 2);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     for (uint64_t snapshot = 4; snapshot <= 5; snapshot++) {
         const struct pcc_event event = queue_event(&f, snapshot);
         CHECK(event.kind == PCC_EVENT_REFUSED && event.error == -ENOTCONN);

@@ -121,7 +121,7 @@ static void test_detached(void)
     struct pcc_tenant_holding holding;
     pcc_tenant_shrink(f.tenant, SEGMENT, &holding);
     CHECK(holding.bytes > holding.lasting_bytes);
-    pcc_tenant_detach(f.tenant);
+    (void)pcc_tenant_detach(f.tenant, NULL, 0);
     ends_close(&f);
     link_open(&f); /* the next one is not sent what is going */
     shrink(&f, SEGMENT, SEGMENT);

@@ -64,8 +64,9 @@ class FakeLink:
         if provisional:
             self.provisional.add(snapshot)
 
-    def write(self, snapshot: int) -> None:
+    def write(self, snapshot: int) -> bool:
         self._note("write", snapshot)
+        return True
 
     def confirm(self, snapshot: int) -> None:
         self.provisional.discard(snapshot)
@@ -109,8 +110,8 @@ class FakeLink:
     def capturing(self, device: int, stream: int) -> bool:
         return self.captures
 
-    def expose(self, ranges: bytes, nbytes: int, known: bool = False) -> bytes:
-        self._note("expose", ranges, nbytes, known)
+    def expose(self, ranges: bytes, nbytes: int, known: bool = False, *replica: object) -> bytes:
+        self._note("expose", ranges, nbytes, known, *(replica if any(replica) else ()))
         if self.expose_error is not None:
             raise self.expose_error
         return b"exposure" + ranges

@@ -26,6 +26,10 @@ _LIMIT_S = 2.0
 _ASK_AGAIN_S = 5.0  # an answer is lost when the process that forwards it ends
 _UNKNOWN = sentence(Why(Cause.UNKNOWN)).reason
 _UNTOLD = "the daemon ended before it gave the reason"
+_BROKEN = (
+    "CUDA has reported an error. If another rank has this step on its GPU when this process ends, "
+    "pccheckd reads it there"
+)
 
 
 def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
@@ -139,6 +143,7 @@ class InFlight:
         self.on_device = False  #: its device part stays there until it is wanted or withdrawn
         self.in_memory = False  #: it is written only when it is wanted on the disk ...
         self.is_wanted = False  #: ... which somebody has said
+        self.is_left = False  #: its GPU has failed: perhaps the daemon finds it with another rank
         self.noted = Phase.REQUESTED  #: what the training thread has taken note of
         #: None: it never reached a daemon, or the client has closed.
         self.connection = connection
@@ -209,7 +214,9 @@ class InFlight:
         self.is_wanted = True
         if self.in_memory and self.phase in GOING:
             with contextlib.suppress(ValueError, OSError):  # closed
-                self.native.write(self.snapshot)
+                self.is_left = not self.native.write(self.snapshot)
+                if self.is_left:
+                    self.fail(in_words(_BROKEN), reported=False)
 
     def standing(self) -> InFlight:
         """What took its place in memory, and may be wanted instead; otherwise itself."""

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from pccheck.daemon.connection import Connection
 from pccheck.state import devices
-from pccheck.state.extents import DevicePart, unpack_device
+from pccheck.state.extents import DevicePart, Replica, unpack_device
 from pccheck.warn import LOG
 from pccheck_native import Client, NativeError
 from pccheck_native.transfer import PULL, PUSH, Decision, chosen
@@ -118,6 +118,8 @@ class Exposure:
         self._opened: set[int] = set()
         self._map = 0
         self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
+        self._replica = Replica()  # what is exposed for other ranks
+        self.lends = True  #: False when not all of that memory can be shared
         self._kept: list[object] = []  # the memory that is exposed
         #: Addresses of memory that cannot be shared: it is laid out apart, and pushed.
         self.pushed: frozenset[int] = frozenset()
@@ -145,7 +147,7 @@ class Exposure:
             pulls = self._chosen().transfer == PULL
             if pulls and not ranges:
                 pulls = self._refused(_OBSTACLES["BAD_HANDLE"], may_pass=False)
-            fits = pulls and ranges == self._ranges and connection.native.exposure_holds()
+            fits = pulls and self._has(part, ranges) and connection.native.exposure_holds()
             if pulls and not (fits or queued):
                 fits = self._expose(part, ranges)
             if not (fits or queued) and self._kept:
@@ -201,12 +203,21 @@ class Exposure:
             if reason and not self._lacks:
                 self._lacks = f"GPU {device}: {reason}"
 
+    def _has(self, part: DevicePart, ranges: bytes) -> bool:
+        """Whether just this is exposed, but for changes of the memory behind it."""
+        replica = part.replica if self.lends else Replica()
+        mine = self._replica
+        return (ranges, replica.name, replica.ranges, replica.shares) == (
+            self._ranges, mine.name, mine.ranges, mine.shares
+        )  # fmt: skip
+
     def _expose(self, part: DevicePart, ranges: bytes) -> bool:
         """False when it was refused, here or by the daemon."""
         self._ranges = b""
-        before, self._kept = self._kept, [self._kept, part.owners]
+        replica = part.replica if self.lends else Replica()
+        before, self._kept = self._kept, [self._kept, part]
         try:
-            _with_room(lambda: self._send(ranges, part.pulled_bytes), part)
+            _with_room(lambda: self._send(ranges, part.pulled_bytes, replica), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
@@ -215,12 +226,16 @@ class Exposure:
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
             self._kept = before  # the earlier exposure stays
+            if code in _OBSTACLES and replica.name:
+                self.lends = False  # perhaps it is only what other ranks store
+                return self._expose(part, ranges)
             if code == "BAD_HANDLE" and self._set_apart(ranges):
                 self._offer = Decision(PUSH, _APART, may_pass=True)
                 return False  # the next checkpoint is laid out for it
             why = _OBSTACLES.get(code, str(error))
             return self._refused(why, may_pass=code not in _OBSTACLES)
-        self._ranges, self._kept, self._mapped = ranges, part.owners, True
+        self._ranges, self._replica, self._mapped = ranges, replica, True
+        self._kept = [part]
         return True
 
     def _set_apart(self, ranges: bytes) -> bool:
@@ -245,8 +260,10 @@ class Exposure:
             self.pushed |= found
             self._why_pushed = _DISTRUSTED
 
-    def _send(self, ranges: bytes, nbytes: int) -> None:
-        data = self.connection.native.expose(ranges, nbytes, self._mapped)
+    def _send(self, ranges: bytes, nbytes: int, replica: Replica) -> None:
+        data = self.connection.native.expose(
+            ranges, nbytes, self._mapped, replica.name, replica.ranges, replica.shares
+        )
         self._mapped = False
         self._map += 1
         sent = self._lend()

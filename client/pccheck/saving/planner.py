@@ -125,13 +125,16 @@ class Planner:
 
     def snapshot(
         self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node,
-        pushed: frozenset[int] = frozenset(),
+        pushed: frozenset[int] = frozenset(), *, replica: bool = False,
     ) -> Snapshot:  # fmt: skip
-        """A snapshot of `state`, or without one of what is attached; `pushed` as in `Shape`. Raises
-        UnsupportedStateError, and UsageError when nothing is attached."""
+        """A snapshot of `state`, or without one of what is attached; `pushed` and `replica` as in
+        `Shape`. Raises UnsupportedStateError, and UsageError when nothing is attached."""
+        wait = self.wait
+        aside = self._options.snapshot == "device" and not wait
+        shape = Shape(chunk_bytes, aside, *self._parts, pushed=pushed, replica=replica)
         try:
             with no_collection():
-                return self._snapshot(chunk_bytes, state, step, metadata, pushed)
+                return self._snapshot(shape, wait, state, step, metadata)
         except (PccheckError, OSError):
             raise
         except Exception as error:  # of an object that is unlike all that is known
@@ -141,12 +144,9 @@ class Planner:
             ) from error
 
     def _snapshot(
-        self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node, pushed: frozenset[int]
+        self, shape: Shape, wait: str, state: Any, step: int, metadata: tree.Node
     ) -> Snapshot:
-        wait = self.wait
         mode = "sync" if wait else self._options.gate
-        aside = self._options.snapshot == "device" and not wait
-        shape = Shape(chunk_bytes, aside, *self._parts, pushed=pushed)
         if state is not None:
             sorting = gating.Gating(self.attached, mode, self._loose)
             about = origin.node({}, self.client)

@@ -183,6 +183,12 @@ class Saver:
         """See `Shape.pushed`."""
         return self._exposure.pushed if self._exposure is not None else frozenset()
 
+    @property
+    def replica(self) -> bool:
+        """See `Shape.replica`."""
+        lends = self._exposure is None or self._exposure.lends
+        return self.levels.leaves_on_device and lends
+
     def exposes(self, connection: Connection) -> bool:
         """Whether the daemon was already asked to map the GPU memory, or refused to."""
         return self._exposure is not None and self._exposure.connection is connection
@@ -305,7 +311,8 @@ class Saver:
 
     def drain(self, limit_s: float) -> bool:
         """Waits until everything in flight is durable, superseded or has failed. Returns whether
-        all of it has. What is copied is then the daemon's, and has not failed."""
+        all of it has, for the daemon, too. What is copied is then the daemon's, and has not
+        failed."""
         self.failures.end()
         self.flush(limit_s, everywhere=False)
         late = self.followed.going()
@@ -316,7 +323,7 @@ class Saver:
             save.hand_over()
         if self._session.current() is not None:
             self.followed.explain_all()
-        return not late
+        return not (late or self.followed.leaves_one())
 
     def _warn_of_late(self, lost: list[InFlight], copied: list[InFlight]) -> None:
         told = []

@@ -76,6 +76,7 @@ class Shape(NamedTuple):
     world_size: int = 0  # of replicated state: shared views are divided among this many ranks ...
     first: int = 0  # ... and the first of them has this number in the job
     pushed: frozenset[int] = frozenset()  # addresses of GPU memory that the daemon cannot map
+    replica: bool = False  # the whole replicated state is exposed, for other ranks
 
 
 IN_PLACE = Shape()
@@ -93,6 +94,17 @@ def unpack_device(packed: bytes) -> Iterator[tuple[Range, int]]:
     """Each range, and its GPU."""
     for address, offset, nbytes, device, _ in _ON_DEVICE.iter_unpack(packed):
         yield Range(address, offset, nbytes), device
+
+
+@dataclass(slots=True)
+class Replica:
+    """Replicated state on GPUs, in a space that is the same on all ranks that divide it. So the
+    daemon finds there what a rank left on its GPU, when that GPU cannot be read any more."""
+
+    name: int = 0  # of that space; 0: this rank exposes no replica
+    ranges: bytes = b""  # packed device ranges; offsets are within that space
+    shares: bytes = b""  # packed ranges of this rank's payload; addresses are within that space
+    owners: list[object] = field(default_factory=list)  # keep the memory
 
 
 @dataclass(slots=True)
@@ -138,10 +150,12 @@ class DevicePart:
     def __init__(
         self, sections: list[Section], nbytes: int, owners: list[object], *, all_staged: bool,
         rest: list[Section] | None = None, pulled_bytes: int | None = None,
+        replica: Replica | None = None,
     ) -> None:  # fmt: skip
         self.nbytes = nbytes
         self.pulled_bytes = nbytes if pulled_bytes is None else pulled_bytes
         self.owners = owners  #: keep the memory
+        self.replica = replica or Replica()
         self.all_staged = all_staged
         self.pulled = tuple(section.device for section in sections)
         self.pushed = tuple(section.device for section in rest or ())
@@ -182,6 +196,8 @@ class Layout:
     end: int = 0
     frozen: int = 0  # bytes of frozen extents
     division: int = 0  # the same on ranks that divide the same among them; 0: nothing is divided
+    whole: list[tuple[_Group, int]] = field(default_factory=list)  # what is divided, and its places
+    whole_name: int = 0  # of these places; see Replica
 
     @property
     def is_small(self) -> bool:
@@ -250,6 +266,7 @@ def _divide(
     shared = [group for some in groups.values() for group in some if group.is_shared]
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
+    at = EXTENT_ALIGN  # in the replica, where nothing lies at 0
     digest = hashlib.blake2b(digest_size=7)
     for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
@@ -257,10 +274,14 @@ def _divide(
         # With the paths: tensors of one size, in another order, would be mixed up by `parts.merge`.
         alike = [(view.path, view.nbytes) for view in group.views]
         digest.update(f"{group.nbytes} {alike} ".encode())
+        layout.whole.append((group, at))
+        at = aligned(at + group.nbytes)
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, shape.first + owner)
     layout.division = int.from_bytes(digest.digest()) if shared else 0
+    digest.update(str(shape.first).encode())  # other shards of the same sizes are other bytes
+    layout.whole_name = int.from_bytes(digest.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
         for device, some in groups.items()
@@ -281,12 +302,42 @@ def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Sha
             owners.extend(view.owner for view in group.views)
     sections = [_section(layout, *item, shape) for item in pulled.items()]
     pulled_bytes = layout.end
+    replica = _replica(layout, groups, sections, shape) if shape.replica and not rest else None
     apart_sections = [_section(layout, *item, shape) for item in rest.items()]
     layout.device = DevicePart(
         sections, layout.end, owners, all_staged=shape.aside, rest=apart_sections,
-        pulled_bytes=pulled_bytes,
+        pulled_bytes=pulled_bytes, replica=replica,
     )  # fmt: skip
     layout.owners.append(layout.device)
+
+
+def _replica(
+    layout: Layout, mine: dict[int, list[_Group]], sections: list[Section], shape: Shape
+) -> Replica | None:
+    """None when this rank has something on its GPUs that no other rank has, or that is staged."""
+    places = {group.first: at for group, at in layout.whole}
+    own = [group for some in mine.values() for group in some]
+    if any(one.staged or one.aside for one in sections) or any(
+        group.first not in places for group in own
+    ):
+        return None
+    by_address = {(device, g.views[0].address): g for device, some in mine.items() for g in some}
+    shares = [
+        Range(places[by_address[section.device, item.address].first], item.offset, item.nbytes)
+        for section in sections
+        for item in section.in_place
+        if item.nbytes
+    ]
+    devices = {section.device for section in sections}  # those whose streams say when it changes
+    whole = [
+        (group.views, Range(group.views[0].address, at, group.nbytes))
+        for group, at in layout.whole
+        if group.views[0].device in devices and group.nbytes and not group.volatile
+        and group.views[0].address not in shape.pushed
+    ]  # fmt: skip
+    ranges = b"".join(pack_device([place], views[0].device) for views, place in whole)
+    owners = [view.owner for views, _ in whole for view in views]
+    return Replica(layout.whole_name, ranges, pack(shares), owners)
 
 
 def _section(layout: Layout, device: int, groups: list[_Group], shape: Shape) -> Section:

@@ -157,6 +157,15 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,
                                         bool *out);
+/* Of state that several ranks have: where all of it lies here, in a space that they share, and what
+ * of this payload is which part of it. Zeroed: there is none. */
+struct pcc_client_replica {
+    uint64_t id;                           /* of that space */
+    const struct pcc_device_range *ranges; /* ascending by their offset in it */
+    uint64_t range_count;
+    const struct pcc_range *shares; /* of the payload; `address` is the place in the replica */
+    uint64_t share_count;
+};
 /* The exposure (pcc_shared.h) of these ranges: one handle per allocation, or a run of pieces with
  * descriptors; neighbours in memory and payload made one range. *out_bytes is malloc'ed.
  * -PCC_E_BAD_HANDLE when memory has neither (a pool), -PCC_E_TOO_LARGE when there are too many.
@@ -165,8 +174,9 @@ PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t devi
  * descriptors. */
 PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
                                      const struct pcc_device_range *ranges, uint64_t range_count,
-                                     uint64_t device_bytes, bool known, uint8_t **out_bytes,
-                                     uint64_t *out_length);
+                                     uint64_t device_bytes,
+                                     const struct pcc_client_replica *replica, bool known,
+                                     uint8_t **out_bytes, uint64_t *out_length);
 /* After -PCC_E_BAD_HANDLE: out[i] = 1 for each range whose memory has neither. -EINVAL, -ENOMEM,
  * -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_unshareable(struct pcc_client *client,
@@ -199,10 +209,11 @@ PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t id, enum 
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
 /* A snapshot of level MEMORY or DEVICE, from its request on, is to be written: the thread tells the
  * daemon, once it knows of the snapshot. One of level DEVICE is pulled now, unless a hold has
- * withdrawn it; it is abandoned when its GPU has failed. Nothing happens when the call is repeated,
- * when the entry belongs to another snapshot by now, or when the snapshot has ended or is on its
- * way to the disk. */
-void pcc_client_write(struct pcc_client *client, uint64_t snapshot);
+ * withdrawn it. When its GPU has failed it is abandoned; or (false) nobody reads it here, and the
+ * daemon looks for it with the other ranks once the session has ended. Nothing happens when the
+ * call is repeated, when the entry belongs to another snapshot by now, or when the snapshot has
+ * ended or is on its way to the disk. */
+bool pcc_client_write(struct pcc_client *client, uint64_t snapshot);
 /* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are released,
  * and the thread stops reading the source before it returns (bounded for a GPU that does not
  * answer). False: it is COPIED or REFUSED, or nothing of a COPYING one is left to read and it is

@@ -8,17 +8,21 @@
 #include "client/pcc_client_private.h"
 #include "gpu/pcc_piece.h"
 
+struct table { /* of ranges, which become those of an exposure */
+    const struct pcc_device_range *ranges;
+    uint64_t count;
+    struct pcc_exposed_range *merged;
+    uint32_t merged_count;
+};
+
 struct builder {
     struct pcc_client *client;
-    const struct pcc_device_range *ranges;
-    uint64_t range_count;
+    struct table payload, replica;
     bool known;                 /* the daemon has the last exposure */
     struct pcc_extent *extents; /* [capacity]; ascending by base, each once, when collected */
     uint64_t extent_count, capacity;
     struct pcc_exposed *allocations; /* ascending by base */
     uint64_t allocation_count;
-    struct pcc_exposed_range *merged;
-    uint32_t merged_count;
     CUdeviceptr probe_at;
     uint8_t probe[16];
 };
@@ -55,20 +59,25 @@ static int memory_code(struct pcc_client_device *device, CUresult result)
     return code == -PCC_E_DEVICE && result != CUDA_ERROR_DEINITIALIZED ? -PCC_E_BAD_HANDLE : code;
 }
 
+_Static_assert(sizeof(struct pcc_range) == sizeof(struct pcc_exposed_share) &&
+                   offsetof(struct pcc_range, offset_bytes) ==
+                       offsetof(struct pcc_exposed_share, offset_bytes),
+               "shares are sent as they come");
+
 /* -- where the ranges lie -- */
 
-static bool ranges_fit(const struct builder *builder, uint64_t device_bytes)
+static bool ranges_fit(struct pcc_client *client, const struct table *table, uint64_t limit_bytes)
 {
     uint64_t end = 0;
 
-    for (uint64_t i = 0; i < builder->range_count; i++) {
-        const struct pcc_device_range *range = &builder->ranges[i];
+    for (uint64_t i = 0; i < table->count; i++) {
+        const struct pcc_device_range *range = &table->ranges[i];
         if (range->offset_bytes < end || range->length_bytes == 0 || range->reserved != 0 ||
             __builtin_add_overflow(range->offset_bytes, range->length_bytes, &end) ||
-            end > device_bytes || pcc_client_device(builder->client, range->device) == NULL)
+            end > limit_bytes || pcc_client_device(client, range->device) == NULL)
             return false;
     }
-    return builder->range_count > 0;
+    return true;
 }
 
 static int extent_add(struct builder *builder, const struct pcc_extent *extent)
@@ -156,14 +165,16 @@ static int locate_range(struct builder *builder, const struct pcc_device_range *
 /* With gpu_lock held: the extents of all ranges and the probe's, each once. */
 static int extents_collect(struct builder *builder)
 {
-    const uint32_t number = builder->ranges[0].device;
+    const uint32_t number = builder->payload.ranges[0].device;
     struct pcc_client_device *first = &builder->client->devices[number];
     struct pcc_extent extent;
     uint64_t kept = 0;
     int error = first->staging == NULL ? pcc_client_staging_make(first, 0) : 0;
 
-    for (uint64_t i = 0; error == 0 && i < builder->range_count; i++)
-        error = locate_range(builder, &builder->ranges[i]);
+    for (uint64_t i = 0; error == 0 && i < builder->payload.count; i++)
+        error = locate_range(builder, &builder->payload.ranges[i]);
+    for (uint64_t i = 0; error == 0 && i < builder->replica.count; i++)
+        error = locate_range(builder, &builder->replica.ranges[i]);
     if (error != 0)
         return error;
     PCC_CLIENT_GPU(gpu, first);
@@ -296,12 +307,15 @@ static bool is_next(const struct pcc_exposed_range *last, uint64_t into, uint64_
            offset_bytes - (last->offset_bytes + last->length_bytes) == into - end;
 }
 
-static int merge(struct builder *builder)
+static int merge(const struct builder *builder, struct table *table)
 {
     struct pcc_exposed_range *last = NULL;
 
-    for (uint64_t i = 0; i < builder->range_count; i++) {
-        const struct pcc_device_range *range = &builder->ranges[i];
+    table->merged = calloc(table->count + 1, sizeof(*table->merged));
+    if (table->merged == NULL)
+        return -ENOMEM;
+    for (uint64_t i = 0; i < table->count; i++) {
+        const struct pcc_device_range *range = &table->ranges[i];
         const struct pcc_exposed *allocation =
             exposed_at(builder->allocations, builder->allocation_count, range->address);
         const uint64_t into = range->address - allocation->base;
@@ -312,9 +326,9 @@ static int merge(struct builder *builder)
             last->length_bytes = range->offset_bytes + range->length_bytes - last->offset_bytes;
             continue;
         }
-        if (builder->merged_count == PCC_EXPOSED_RANGES_MAX)
+        if (table->merged_count == PCC_EXPOSED_RANGES_MAX)
             return -PCC_E_TOO_LARGE;
-        last = &builder->merged[builder->merged_count++];
+        last = &table->merged[table->merged_count++];
         *last = (struct pcc_exposed_range){.allocation = allocation->index,
                                            .allocation_offset_bytes = into,
                                            .offset_bytes = range->offset_bytes,
@@ -327,7 +341,7 @@ static int merge(struct builder *builder)
  * gpu_lock held. */
 static int probe_write(struct builder *builder)
 {
-    struct pcc_client_device *device = &builder->client->devices[builder->ranges[0].device];
+    struct pcc_client_device *device = &builder->client->devices[builder->payload.ranges[0].device];
     const struct pcc_cuda *cuda = device->gpu.cuda;
 
     if (getrandom(builder->probe, sizeof(builder->probe), 0) != (ssize_t)sizeof(builder->probe))
@@ -344,16 +358,20 @@ static int probe_write(struct builder *builder)
                       : pcc_client_gpu_await(builder->client, device, device->scratch, false);
 }
 
-static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint8_t **out_bytes,
+static int bytes_make(const struct builder *builder, uint64_t device_bytes,
+                      const struct pcc_client_replica *replica, uint8_t **out_bytes,
                       uint64_t *out_length)
 {
     const struct pcc_exposed *probed = NULL;
-    const size_t ranges_bytes = builder->merged_count * sizeof(*builder->merged);
+    const size_t ranges_bytes = builder->payload.merged_count * sizeof(struct pcc_exposed_range);
+    const size_t replica_bytes = builder->replica.merged_count * sizeof(struct pcc_exposed_range);
+    const size_t shares_bytes = replica->share_count * sizeof(*replica->shares);
     const size_t length = sizeof(struct pcc_exposure) +
                           builder->allocation_count * sizeof(struct pcc_exposed_allocation) +
-                          ranges_bytes;
+                          ranges_bytes + replica_bytes + shares_bytes;
+    if (length > PCC_EXPOSURE_BYTES_MAX)
+        return -PCC_E_TOO_LARGE;
     uint8_t *bytes = malloc(length);
-
     if (bytes == NULL)
         return -ENOMEM;
     uint8_t *at = bytes + sizeof(struct pcc_exposure);
@@ -372,11 +390,17 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
         if (allocation->base <= builder->probe_at)
             probed = allocation;
     }
-    memcpy(at, builder->merged, ranges_bytes);
+    memcpy(at, builder->payload.merged, ranges_bytes);
+    memcpy(at + ranges_bytes, builder->replica.merged, replica_bytes);
+    if (shares_bytes > 0)
+        memcpy(at + ranges_bytes + replica_bytes, replica->shares, shares_bytes);
     struct pcc_exposure head = {.magic = PCC_EXPOSURE_MAGIC,
                                 .allocation_count = (uint32_t)builder->allocation_count,
-                                .range_count = builder->merged_count,
+                                .range_count = builder->payload.merged_count,
                                 .device_bytes = device_bytes,
+                                .replica_id = replica->id,
+                                .replica_count = builder->replica.merged_count,
+                                .share_count = (uint32_t)replica->share_count,
                                 .probe_allocation = probed->index,
                                 .probe_offset_bytes = builder->probe_at - probed->base};
     memcpy(head.probe, builder->probe, sizeof(head.probe));
@@ -387,49 +411,57 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
 }
 
 /* With gpu_lock held. */
-static int build(struct builder *builder, uint64_t device_bytes, uint8_t **out_bytes,
+static int build(struct builder *builder, uint64_t device_bytes,
+                 const struct pcc_client_replica *replica, uint8_t **out_bytes,
                  uint64_t *out_length)
 {
-    builder->merged = calloc(builder->range_count, sizeof(*builder->merged));
-    if (builder->merged == NULL)
-        return -ENOMEM;
     int error = extents_collect(builder);
     if (error == 0)
         error = allocations_make(builder);
     if (error == 0)
         error = handles_get(builder);
     if (error == 0)
-        error = merge(builder);
+        error = merge(builder, &builder->payload);
+    if (error == 0)
+        error = merge(builder, &builder->replica);
     if (error == 0)
         error = probe_write(builder);
     if (error == 0)
-        error = bytes_make(builder, device_bytes, out_bytes, out_length);
+        error = bytes_make(builder, device_bytes, replica, out_bytes, out_length);
     return error;
 }
 
 int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *ranges,
-                      uint64_t range_count, uint64_t device_bytes, bool known, uint8_t **out_bytes,
+                      uint64_t range_count, uint64_t device_bytes,
+                      const struct pcc_client_replica *replica, bool known, uint8_t **out_bytes,
                       uint64_t *out_length)
 {
-    struct builder builder = {
-        .client = client, .ranges = ranges, .range_count = range_count, .known = known};
+    struct builder builder = {.client = client,
+                              .payload = {.ranges = ranges, .count = range_count},
+                              .replica = {.ranges = replica->ranges, .count = replica->range_count},
+                              .known = known};
 
-    if (!ranges_fit(&builder, device_bytes))
+    if (range_count == 0 || !ranges_fit(client, &builder.payload, device_bytes) ||
+        !ranges_fit(client, &builder.replica, UINT64_MAX))
         return -EINVAL;
+    if (replica->share_count > PCC_EXPOSED_RANGES_MAX)
+        return -PCC_E_TOO_LARGE;
     PCC_LOCKED(&client->gpu_lock);
-    const int error = build(&builder, device_bytes, out_bytes, out_length);
+    const int error = build(&builder, device_bytes, replica, out_bytes, out_length);
     if (error == 0) {
         pcc_client_exposure_free(client);
         client->exposed = builder.allocations;
         client->exposed_count = builder.allocation_count;
         client->extents = builder.extents;
         client->extent_count = builder.extent_count;
+        PCC_WRITE(&client->has_shares, replica->share_count > 0);
         builder.allocations = NULL;
         builder.extents = NULL;
     }
     free(builder.allocations);
     free(builder.extents);
-    free(builder.merged);
+    free(builder.payload.merged);
+    free(builder.replica.merged);
     return error;
 }
 

@@ -280,13 +280,31 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     return 0;
 }
 
-void pcc_client_write(struct pcc_client *client, uint64_t snapshot)
+/* What its GPU holds may be anything. Another rank may have the same. */
+static bool leave(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
-    if (!pcc_client_sound(client, snapshot)) { /* what its GPU holds may be anything */
+    PCC_LOCKED(&client->lock);
+    if (!PCC_READ(&client->has_shares) || job->snapshot != snapshot || !job->deferred ||
+        job->withdrawn)
+        return false;
+    job->left = true;
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        if ((job->pulled >> device & 1u) != 0)
+            PCC_WRITE(&pcc_page_words(&client->view, snapshot, device)->broken, snapshot);
+    return true;
+}
+
+bool pcc_client_write(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    if (!pcc_client_sound(client, snapshot)) {
+        if (leave(client, snapshot))
+            return false;
         (void)pcc_client_abandon(client, snapshot);
-        return;
+        return true;
     }
     PCC_LOCKED(&client->lock);
     if (job->snapshot == snapshot && !job->withdrawn)
@@ -296,6 +314,7 @@ void pcc_client_write(struct pcc_client *client, uint64_t snapshot)
         client->wanting++;
     }
     pcc_bell_ring(&client->view.page->client_bell);
+    return true;
 }
 
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot)

@@ -413,6 +413,7 @@ enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
                                    const struct pcc_tenant_save *save)
 {
     enum pcc_pull_words words = PCC_PULL_WHOLE;
+    bool broken = false;
 
     for (uint32_t device = 0; device < PCC_DEVICES; device++) {
         struct pcc_device_words *at = pcc_page_words(&tenant->view, save->snapshot, device);
@@ -421,11 +422,13 @@ enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
         /* Acquire: pairs with the streams' writes, as in may_go_on. */
         if (PCC_READ_ACQUIRE(&at->withdrawn) >= save->snapshot)
             return PCC_PULL_WITHDRAWN;
+        if (PCC_READ(&at->broken) >= save->snapshot)
+            broken = true;
         /* The entry is this snapshot's, so no stream of an honest client writes a larger id. */
         if (PCC_READ_ACQUIRE(&at->ready) != save->snapshot)
             words = PCC_PULL_NOT_READY;
     }
-    return words;
+    return broken ? PCC_PULL_BROKEN : words;
 }
 
 void pcc_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
@@ -452,7 +455,32 @@ static uint32_t chunks_in_reach(struct pcc_tenant *tenant)
     return count;
 }
 
-bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+int pcc_pull_through(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                     struct pcc_tenant_map *map)
+{
+    struct pcc_source *source = &save->sources[0];
+    struct pcc_source other = {.from_bytes = source->from_bytes,
+                               .to_bytes = source->to_bytes,
+                               .parts = map->view.devices,
+                               .proven = map->proven,
+                               .map = map,
+                               .ops = source->ops};
+
+    PCC_ASSERT(source->deferred && map->view.head.device_bytes == source->to_bytes);
+    const int error = parts_make(tenant, &other, map);
+    if (error != 0)
+        return error;
+    map_let_go(tenant, source->map);
+    parts_free(source);
+    *source = other;
+    source->deferred = true;
+    want(tenant, save, source, source->from_bytes, source->to_bytes);
+    for (struct pcc_tenant_part *part = source->pulled; part != NULL; part = part->next)
+        part->ready = true; /* by the caller's word: this rank's streams have nothing to do there */
+    return 0;
+}
+
+bool pcc_pull_all(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     struct pcc_source *source = &save->sources[0];
     const uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;
@@ -471,12 +499,14 @@ bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
     while (source->users > 0 && !save->aborted &&
            pcc_condition_wait(&tenant->pull.part_ended, &tenant->lock, deadline_ns))
         ;
-    if (save->save == NULL || save->aborted || source->read != source->parts)
+    return save->save != NULL && !save->aborted && source->read == source->parts;
+}
+
+bool pcc_pull_accept(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    if (save->save == NULL || save->aborted)
         return false;
-    /* A child of the process that has its files open may have kept its streams going. */
-    if (pcc_pull_words(tenant, save) != PCC_PULL_WHOLE)
-        return false;
-    source->judged = source->read; /* its process had ended: nothing has changed the memory since */
+    save->sources[0].judged = save->sources[0].read;
     return pcc_tenant_copy_check(tenant, save) == 0 && save->copied;
 }
 

@@ -83,7 +83,7 @@ void pcc_tenant_close(struct pcc_tenant *tenant)
 {
     if (tenant == NULL)
         return;
-    pcc_tenant_detach(tenant);
+    (void)pcc_tenant_detach(tenant, NULL, 0);
     for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
         pcc_saver_close(tenant->bindings[i].saver);
     parked_leave(tenant);
@@ -225,6 +225,7 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
     tenant->pull.distrusted = 0;
+    tenant->pull.last_whole = 0;
     PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);
@@ -281,9 +282,11 @@ static void session_end(struct pcc_tenant *tenant)
     tenant->attached = false;
 }
 
-void pcc_tenant_detach(struct pcc_tenant *tenant)
+int32_t pcc_tenant_detach(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
+                          uint32_t count)
 {
     static const struct pcc_source_ops *const sources[] = {&pcc_source_push, &pcc_source_pull};
+    int32_t lender = -1;
 
     PCC_LOCKED(&tenant->control);
     if (tenant->attached) {
@@ -292,7 +295,7 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
         (void)pthread_join(tenant->drain, NULL);
         pcc_tenant_load_stop(tenant);
-        pcc_tenant_last_step(tenant);
+        lender = pcc_tenant_last_step(tenant, others, count);
         pcc_tenant_lock(tenant);
         session_end(tenant);
         pcc_tenant_unlock(tenant);
@@ -315,4 +318,5 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
                        (struct pcc_event){.kind = PCC_EVENT_DETACHED, .session = tenant->session});
         pcc_tenant_unlock(tenant);
     }
+    return lender;
 }

@@ -69,10 +69,21 @@ static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
     map->imports = NULL;
 }
 
+void pcc_tenant_lent_put(struct pcc_tenant *lender, struct pcc_tenant_map *lent)
+{
+    pcc_tenant_lock(lender);
+    pcc_tenant_map_put(lender, lent);
+    pcc_tenant_unlock(lender);
+    pcc_tenant_maps_close(lender);
+}
+
 static void map_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
 {
-    imports_close(tenant, map);
-    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+    if (map->lender != NULL)
+        pcc_tenant_lent_put(map->lender, map->lent);
+    else
+        imports_close(tenant, map);
+    for (uint32_t i = 0; map->lender == NULL && i < PCC_DEVICES; i++)
         if (map->gpus[i] != NULL)
             pcc_gpu_put(map->gpus[i]);
     pcc_exposure_free(&map->view);
@@ -298,6 +309,11 @@ static int lengths_check(const struct pcc_tenant_map *map, char *reason)
 
     for (uint32_t i = 0; fit && i < head->range_count; i++) {
         const struct pcc_exposed_range *range = &map->view.ranges[i];
+        fit = range->allocation_offset_bytes + range->length_bytes <=
+              map->imports[range->allocation]->length_bytes;
+    }
+    for (uint32_t i = 0; fit && i < head->replica_count; i++) {
+        const struct pcc_exposed_range *range = &map->view.replica[i];
         fit = range->allocation_offset_bytes + range->length_bytes <=
               map->imports[range->allocation]->length_bytes;
     }

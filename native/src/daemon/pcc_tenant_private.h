@@ -116,6 +116,8 @@ struct pcc_tenant_map { /* one exposure, opened */
     uint32_t proven;  /* bits: GPUs whose part is the trainer's, for all snapshots to come */
     uint32_t holders; /* being the one exposed last, and each save that is pulled through it */
     bool left_behind;
+    struct pcc_tenant *lender;   /* whose memory this is, through `lent`, which is held; or NULL */
+    struct pcc_tenant_map *lent; /* has gpus and imports */
     struct pcc_tenant_map *next;
 };
 
@@ -153,6 +155,9 @@ struct pcc_tenant_pull {
     uint64_t mapped_ns; /* until then there was one */
     struct pcc_tenant_proof proof;
     uint32_t distrusted; /* bits: GPUs that are not pulled any more in this session */
+    /* The checkpoint that the GPUs of this session held when its process had ended, whose memory
+     * nothing changes any more; 0: none. */
+    uint64_t last_whole;
 };
 
 struct pcc_tenant_binding {
@@ -362,12 +367,11 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
 /* A PCC_MSG_WRITE: what is unknown, has ended or is on its way to the disk is not reported. */
 void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message);
 
-/* -- pcc_tenant_admit.c; with the lock held, the first three with a session attached -- */
-/* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
- * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
- * follows. Codes of pcc_save_begin; -ENODEV without a volume, or when its file is lost;
- * -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map is not the one
- * exposed last; -PCC_E_OTHER_MEMORY when a proof has failed on a GPU of the map. */
+/* The rest with a session attached. Takes lane and slot, moves the word REQUESTED -> COPYING, sets
+ * the outcome, hands out chunks (none for what is to be offered), and has the device part of the
+ * request's map pulled. BEGUN follows. Codes of pcc_save_begin; -ENODEV without a volume, or when
+ * its file is lost; -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map
+ * is not the one exposed last; -PCC_E_OTHER_MEMORY when a proof has failed on a GPU of the map. */
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
 /* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
 PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
@@ -383,18 +387,19 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
 /* Whether a source is at work on a save of that binding; PCC_TENANT_VOLUMES: on any. */
 bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
 
-/* -- deferred saves, of level DEVICE; pcc_tenant_admit.c -- */
-/* With the lock held: those that were withdrawn end. True while some are left. */
+/* -- pcc_tenant_waiting.c -- */
+/* With the lock held: parked saves of the earlier daemon are written as far as there is room. */
+void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
+/* With the lock held: deferred saves that were withdrawn end. True while some are left. */
 bool pcc_tenant_deferred_look(struct pcc_tenant *tenant);
 /* With the lock held: the oldest one ends, because its place is needed. */
 void pcc_tenant_deferred_yield(struct pcc_tenant *tenant);
 /* With the lock held: its owner wants it on the disk, so it is pulled now. */
 void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
-/* Without locks, the drain thread has ended: the last step of a trainer whose process has ended. */
-void pcc_tenant_last_step(struct pcc_tenant *tenant);
-
-/* Parked saves of the earlier daemon are written as far as there is room. */
-void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
+/* Without locks, the drain thread has ended: the last step of a trainer whose process has ended. As
+ * pcc_tenant_detach. */
+int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
+                             uint32_t count);
 
 /* -- pcc_tenant_memory.c -- */
 /* With growing held. */
@@ -435,6 +440,8 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
+/* Without locks: another tenant has no use any more for a map of this one. */
+void pcc_tenant_lent_put(struct pcc_tenant *lender, struct pcc_tenant_map *lent);
 
 /* -- pcc_tenant_prove.c -- */
 /* The drain thread, without locks: has the client show that it reads what is to be pulled for the
@@ -446,15 +453,20 @@ void pcc_tenant_proof_drop(struct pcc_tenant *tenant);
 /* -- pcc_source_pull.c; with the lock held, a session attached -- */
 /* The word of the snapshot is final: the streams of all GPUs may continue. */
 void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
-/* What the words of a deferred save say: whether its GPUs hold all of it now. */
-enum pcc_pull_words { PCC_PULL_NOT_READY, PCC_PULL_WHOLE, PCC_PULL_WITHDRAWN };
+/* What the words of a deferred save say: whether its GPUs hold all of it now. BROKEN: they may hold
+ * anything. */
+enum pcc_pull_words { PCC_PULL_NOT_READY, PCC_PULL_WHOLE, PCC_PULL_WITHDRAWN, PCC_PULL_BROKEN };
 enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
                                    const struct pcc_tenant_save *save);
 /* A deferred save is pulled like any other from now on. */
 void pcc_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
-/* The process of the trainer has ended, the drain thread, too: pulls a deferred save that is WHOLE,
- * with the lock released meanwhile, for `limit_ns` at most. False: it is not copied. */
-PCC_MUST_CHECK bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+/* A deferred save is to be pulled through this map, in place of its own. */
+PCC_MUST_CHECK int pcc_pull_through(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                                    struct pcc_tenant_map *map);
+/* The drain thread has ended, too: pulls a deferred save, with the lock released meanwhile, for
+ * `limit_ns` at most. True: it counts if the memory was WHOLE all the time (pcc_pull_accept). */
+PCC_MUST_CHECK bool pcc_pull_all(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+PCC_MUST_CHECK bool pcc_pull_accept(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_source_push.c; with the lock held -- */
 /* FREE messages for what clients still have to fill. Never more. */

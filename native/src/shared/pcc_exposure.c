@@ -17,11 +17,14 @@ static const char *check_head(const struct pcc_exposure *head, uint64_t length_b
     if (head->magic != PCC_EXPOSURE_MAGIC)
         return "not an exposure";
     if (head->allocation_count == 0 || head->allocation_count > PCC_EXPOSED_ALLOCATIONS_MAX ||
-        head->range_count == 0 || head->range_count > PCC_EXPOSED_RANGES_MAX)
+        head->range_count == 0 || head->range_count > PCC_EXPOSED_RANGES_MAX ||
+        head->replica_count > PCC_EXPOSED_RANGES_MAX || head->share_count > PCC_EXPOSED_RANGES_MAX)
         return "too many or no allocations or ranges";
+    const uint64_t range_count = (uint64_t)head->range_count + head->replica_count;
     const uint64_t expected =
         sizeof(*head) + (uint64_t)head->allocation_count * sizeof(struct pcc_exposed_allocation) +
-        (uint64_t)head->range_count * sizeof(struct pcc_exposed_range);
+        range_count * sizeof(struct pcc_exposed_range) +
+        (uint64_t)head->share_count * sizeof(struct pcc_exposed_share);
     if (length_bytes != expected)
         return "its length does not fit its counts";
     if (head->device_bytes == 0 || head->device_bytes % chunk_bytes != 0 ||
@@ -127,6 +130,41 @@ static const char *check_ranges(struct pcc_exposure_view *view)
     return chunks == view->head.device_bytes / view->chunk_bytes ? NULL : "a chunk is empty";
 }
 
+/* Words of a snapshot are written on GPUs that have a part of it: a replica lies on these only. */
+static const char *check_replica(const struct pcc_exposure_view *view)
+{
+    uint64_t end = 0;
+
+    for (uint32_t i = 0; i < view->head.replica_count; i++) {
+        const struct pcc_exposed_range *range = &view->replica[i];
+        if (range->allocation >= view->head.allocation_count ||
+            !lies_within(range->allocation_offset_bytes, range->length_bytes,
+                         view->allocations[range->allocation].length_bytes))
+            return "a range of the replica leaves its allocation";
+        if ((view->devices >> view->allocations[range->allocation].device & 1u) == 0)
+            return "the replica lies on a GPU without a part";
+        if (range->offset_bytes < end ||
+            __builtin_add_overflow(range->offset_bytes, range->length_bytes, &end))
+            return "ranges of the replica overlap or do not ascend";
+    }
+    return NULL;
+}
+
+static const char *check_shares(const struct pcc_exposure_view *view)
+{
+    uint64_t end = 0;
+
+    for (uint32_t i = 0; i < view->head.share_count; i++) {
+        const struct pcc_exposed_share *share = &view->shares[i];
+        if (share->offset_bytes < end ||
+            !lies_within(share->offset_bytes, share->length_bytes, view->head.device_bytes) ||
+            share->length_bytes > UINT64_MAX - share->replica_offset_bytes)
+            return "shares overlap, do not ascend or leave the device part";
+        end = share->offset_bytes + share->length_bytes;
+    }
+    return NULL;
+}
+
 static int compare_handles(const void *left, const void *right, void *allocations)
 {
     const struct pcc_exposed_allocation *all = allocations;
@@ -148,19 +186,31 @@ static const char *check_handles(struct pcc_exposure_view *view)
     return NULL;
 }
 
+/* A copy of the next table; the bytes behind it. NULL: there is no memory. */
+static void *table_take(const uint8_t **at, size_t count, size_t item_bytes)
+{
+    void *table = calloc(count > 0 ? count : 1, item_bytes);
+
+    if (table != NULL)
+        memcpy(table, *at, count * item_bytes);
+    *at += count * item_bytes;
+    return table;
+}
+
 static int view_take(struct pcc_exposure_view *view, const uint8_t *bytes)
 {
-    const size_t allocations_bytes = view->head.allocation_count * sizeof(*view->allocations);
-    const size_t ranges_bytes = view->head.range_count * sizeof(*view->ranges);
+    const struct pcc_exposure *head = &view->head;
+    const uint8_t *at = bytes + sizeof(*head);
 
-    view->allocations = malloc(allocations_bytes);
-    view->ranges = malloc(ranges_bytes);
-    view->by_handle = calloc(view->head.allocation_count, sizeof(*view->by_handle));
-    if (view->allocations == NULL || view->ranges == NULL || view->by_handle == NULL)
-        return -ENOMEM;
-    memcpy(view->allocations, bytes + sizeof(view->head), allocations_bytes);
-    memcpy(view->ranges, bytes + sizeof(view->head) + allocations_bytes, ranges_bytes);
-    return 0;
+    view->allocations = table_take(&at, head->allocation_count, sizeof(*view->allocations));
+    view->ranges = table_take(&at, head->range_count, sizeof(*view->ranges));
+    view->replica = table_take(&at, head->replica_count, sizeof(*view->replica));
+    view->shares = table_take(&at, head->share_count, sizeof(*view->shares));
+    view->by_handle = calloc(head->allocation_count, sizeof(*view->by_handle));
+    return view->allocations == NULL || view->ranges == NULL || view->replica == NULL ||
+                   view->shares == NULL || view->by_handle == NULL
+               ? -ENOMEM
+               : 0;
 }
 
 int pcc_exposure_parse(const void *bytes, uint64_t length_bytes, uint32_t chunk_bytes,
@@ -181,6 +231,10 @@ int pcc_exposure_parse(const void *bytes, uint64_t length_bytes, uint32_t chunk_
     if (why == NULL && error == 0)
         why = check_ranges(&view);
     if (why == NULL && error == 0)
+        why = check_replica(&view);
+    if (why == NULL && error == 0)
+        why = check_shares(&view);
+    if (why == NULL && error == 0)
         why = check_handles(&view);
     if (why != NULL)
         error = -PCC_E_BAD_PEER;
@@ -197,16 +251,94 @@ void pcc_exposure_free(struct pcc_exposure_view *view)
 {
     free(view->allocations);
     free(view->ranges);
+    free(view->replica);
+    free(view->shares);
     free(view->by_handle);
     *view = (struct pcc_exposure_view){0};
 }
 
-/* -- walking -- */
+/* -- looking up -- */
 
 static uint64_t range_end(const struct pcc_exposed_range *range)
 {
     return range->offset_bytes + range->length_bytes;
 }
+
+/* The range that has the byte, or NULL. */
+static const struct pcc_exposed_range *range_find(const struct pcc_exposed_range *ranges,
+                                                  uint32_t count, uint64_t offset_bytes)
+{
+    uint32_t low = 0;
+
+    while (count - low > 1) {
+        const uint32_t middle = low + (count - low) / 2;
+        if (ranges[middle].offset_bytes <= offset_bytes)
+            low = middle;
+        else
+            count = middle;
+    }
+    return count > 0 && ranges[low].offset_bytes <= offset_bytes &&
+                   offset_bytes < range_end(&ranges[low])
+               ? &ranges[low]
+               : NULL;
+}
+
+const struct pcc_exposed_range *pcc_exposure_at(const struct pcc_exposure_view *view,
+                                                uint64_t offset_bytes)
+{
+    return range_find(view->ranges, view->head.range_count, offset_bytes);
+}
+
+/* Where another rank has the share: one range more, or several. False when it has not all of it. */
+static bool share_find(const struct pcc_exposed_share *share, const struct pcc_exposure_view *other,
+                       struct pcc_exposure_view *out)
+{
+    for (uint64_t done = 0, length; done < share->length_bytes; done += length) {
+        const uint64_t at = share->replica_offset_bytes + done;
+        const struct pcc_exposed_range *range =
+            range_find(other->replica, other->head.replica_count, at);
+        if (range == NULL || out->head.range_count == PCC_EXPOSED_RANGES_MAX)
+            return false;
+        length = range_end(range) - at;
+        if (length > share->length_bytes - done)
+            length = share->length_bytes - done;
+        out->ranges[out->head.range_count++] = (struct pcc_exposed_range){
+            .allocation = range->allocation,
+            .allocation_offset_bytes = range->allocation_offset_bytes + (at - range->offset_bytes),
+            .offset_bytes = share->offset_bytes + done,
+            .length_bytes = length};
+    }
+    return true;
+}
+
+int pcc_exposure_elsewhere(const struct pcc_exposure_view *mine,
+                           const struct pcc_exposure_view *other, struct pcc_exposure_view *out)
+{
+    const size_t allocations_bytes = other->head.allocation_count * sizeof(*out->allocations);
+    struct pcc_exposure_view view = {.head = {.allocation_count = other->head.allocation_count,
+                                              .device_bytes = mine->head.device_bytes},
+                                     .chunk_bytes = mine->chunk_bytes};
+    bool found = mine->head.replica_id != 0 && mine->head.replica_id == other->head.replica_id &&
+                 mine->head.share_count > 0;
+
+    view.allocations = malloc(allocations_bytes);
+    view.ranges = calloc(PCC_EXPOSED_RANGES_MAX, sizeof(*view.ranges));
+    if (view.allocations == NULL || view.ranges == NULL) {
+        pcc_exposure_free(&view);
+        return -ENOMEM;
+    }
+    memcpy(view.allocations, other->allocations, allocations_bytes);
+    for (uint32_t i = 0; found && i < mine->head.share_count; i++)
+        found = share_find(&mine->shares[i], other, &view);
+    if (!found || view.head.range_count == 0 || check_ranges(&view) != NULL) {
+        pcc_exposure_free(&view);
+        return -ENOENT;
+    }
+    *out = view;
+    return 0;
+}
+
+/* -- walking -- */
 
 bool pcc_exposure_next_chunk(const struct pcc_exposure_view *view, uint32_t device,
                              struct pcc_exposure_walk *walk)

@@ -8,6 +8,8 @@ struct pcc_exposure_view {
     struct pcc_exposure head;
     struct pcc_exposed_allocation *allocations;
     struct pcc_exposed_range *ranges;
+    struct pcc_exposed_range *replica; /* ascending, and without overlaps, as the ranges */
+    struct pcc_exposed_share *shares;
     uint32_t *by_handle;          /* numbers of allocations, their handles ascending */
     uint32_t chunk_bytes;         /* of the tenant it was checked for */
     uint32_t devices;             /* one bit for each that has chunks */
@@ -22,6 +24,14 @@ PCC_MUST_CHECK int pcc_exposure_parse(const void *bytes, uint64_t length_bytes,
                                       uint32_t chunk_bytes, struct pcc_exposure_view *out,
                                       const char **why_out);
 void pcc_exposure_free(struct pcc_exposure_view *view); /* a zeroed one, too */
+/* The same payload as `mine`, as far as it is shares, read from the allocations of another rank.
+ * -ENOENT when that one does not have all of it, or has it otherwise; -ENOMEM. */
+PCC_MUST_CHECK int pcc_exposure_elsewhere(const struct pcc_exposure_view *mine,
+                                          const struct pcc_exposure_view *other,
+                                          struct pcc_exposure_view *out);
+/* The range that has this byte of the payload, or NULL. */
+const struct pcc_exposed_range *pcc_exposure_at(const struct pcc_exposure_view *view,
+                                                uint64_t offset_bytes);
 
 /* How a device's chunks are walked, in order, and within a chunk the copies that fill it. */
 struct pcc_exposure_walk {

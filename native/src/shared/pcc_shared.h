@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 13u
+#define PCC_PAGE_VERSION 14u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -105,6 +105,8 @@ _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot")
  *   withdrawn: the trainer's stream -> daemon, of level DEVICE: what follows on the stream changes
  *     the memory. So a part may be read while withdrawn < snapshot <= ready, and what was read
  *     counts only if it still is so afterwards
+ *   broken: the client -> daemon, of level DEVICE: the driver has reported an error, so the memory
+ *     may hold anything, and is not read; another rank's may be (struct pcc_exposed_share)
  * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
  * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
  * one must not release another. */
@@ -112,8 +114,9 @@ struct pcc_device_words {
     _Atomic uint64_t ready;
     _Atomic uint64_t done;
     _Atomic uint64_t withdrawn;
+    _Atomic uint64_t broken;
 };
-_Static_assert(sizeof(struct pcc_device_words) == 24, "words of one GPU");
+_Static_assert(sizeof(struct pcc_device_words) == 32, "words of one GPU");
 
 /* The request of a snapshot. The client fills the block before it sends PCC_MSG_REQUEST, and
  * changes nothing in it until the word has left REQUESTED. The daemon copies the block once and
@@ -309,12 +312,19 @@ struct pcc_grant {
  * its state, the daemon checks every number in it and opens the handles; a request names the block
  * by its map number.
  *
- *   struct pcc_exposure | allocations | ranges
+ *   struct pcc_exposure | allocations | ranges | replica ranges | shares
  *
  * Ranges ascend by payload offset and do not overlap; every chunk holds some, of one GPU only; the
  * parts of a chunk that no range fills are zeros. Payload [0, device_bytes), a multiple of the
- * chunk size, is the daemon's to fill, what follows is the client's. */
-#define PCC_EXPOSURE_MAGIC 0x3250584547434350ull /* "PCCGEXP2" */
+ * chunk size, is the daemon's to fill, what follows is the client's.
+ *
+ * Ranks that divide replicated state have all of it. So each may say where the whole of it lies, in
+ * a space that is the same on these ranks (the replica; `replica_id` names it), and which part of
+ * its own payload is which part of that (its shares, which are all that its ranges hold). When the
+ * memory of a dead rank cannot be read, its part is read from another rank's
+ * (pcc_tenant_waiting.c).
+ */
+#define PCC_EXPOSURE_MAGIC 0x3350584547434350ull /* "PCCGEXP3" */
 #define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
 #define PCC_EXPOSED_RANGES_MAX 262144u
 #define PCC_EXPOSURE_BYTES_MAX (16u << 20)
@@ -341,8 +351,11 @@ struct pcc_exposure {
     uint32_t reserved;
     uint64_t probe_offset_bytes;
     uint8_t probe[16];
+    uint64_t replica_id;    /* 0: there is no replica */
+    uint32_t replica_count; /* of ranges of the replica, whose offsets are within it */
+    uint32_t share_count;
 };
-_Static_assert(sizeof(struct pcc_exposure) == 56, "exposure");
+_Static_assert(sizeof(struct pcc_exposure) == 72, "exposure");
 
 /* One cudaMalloc: its base, never a tensor inside. Or, with `pieces`, a run: memory of cuMemCreate,
  * mapped side by side in pieces of one length, each of which has a descriptor. The descriptors come
@@ -363,7 +376,14 @@ struct pcc_exposed_range {
     uint32_t allocation;
     uint32_t reserved;
     uint64_t allocation_offset_bytes;
-    uint64_t offset_bytes; /* within the payload */
+    uint64_t offset_bytes; /* within the payload, or the replica */
     uint64_t length_bytes;
 };
 _Static_assert(sizeof(struct pcc_exposed_range) == 32, "exposed range");
+
+struct pcc_exposed_share { /* ascending by payload offset, without overlaps there */
+    uint64_t replica_offset_bytes;
+    uint64_t offset_bytes; /* within the payload */
+    uint64_t length_bytes;
+};
+_Static_assert(sizeof(struct pcc_exposed_share) == 24, "exposed share");

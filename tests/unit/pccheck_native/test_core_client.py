@@ -158,7 +158,7 @@ def test_memory_is_counted(loop: Loop) -> None:
     assert loop.tenant.grow(20 * CHUNK_BYTES) >= 20 * CHUNK_BYTES
     with pytest.raises(OSError, match="busy"):
         loop.tenant.release_memory()
-    loop.tenant.detach()
+    loop.tenant.detach([])
     assert events_until(loop, "detached")[-1].session == 1
     loop.tenant.release_memory()
     assert loop.pool.usage() == (64 << 20, 0)

@@ -230,9 +230,10 @@ def replaced_in_memory(then: CheckpointState) -> Any:
     daemon.entries[2].cause = Cause.CODE
     daemon.wanted = []
 
-    def write(snapshot: int) -> None:
+    def write(snapshot: int) -> bool:
         daemon.wanted.append(snapshot)
         daemon.entries[snapshot].outcome = then
+        return True
 
     daemon.native.write = write
     return daemon

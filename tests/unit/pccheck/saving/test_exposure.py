@@ -71,7 +71,7 @@ def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
 def test_long_exposures_go_in_pieces() -> None:
     connection, exposure = automatic()
     data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
-    connection.native.expose = lambda ranges, nbytes, known: data  # type: ignore[method-assign]
+    connection.native.expose = lambda *_: data  # type: ignore[method-assign]
     exposure.prepare(part())
     messages = [body for body in connection.sent if isinstance(body, Expose)]
     assert [message.more for message in messages] == [True, True, False]
@@ -233,10 +233,10 @@ def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
     connection, exposure = automatic()
     real, failures = connection.native.expose, [OSError(errno.ENOMEM, "out of memory")]
 
-    def once_full(ranges: bytes, nbytes: int, known: bool) -> bytes:
+    def once_full(ranges: bytes, nbytes: int, known: bool, *replica: object) -> bytes:
         if failures:
             raise failures.pop()
-        return real(ranges, nbytes, known)
+        return real(ranges, nbytes, known, *replica)
 
     connection.native.expose = once_full  # type: ignore[method-assign]
     assert exposure.prepare(part()).map == 1
@@ -299,14 +299,14 @@ def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
     connection, exposure = automatic()
     one, two = part(), part(1 << 41)
     exposure.prepare(one)
-    assert exposure._kept is one.owners
+    assert exposure._kept == [one]
     connection.refusal = WaitTimeoutError("slow")
     with pytest.raises(WaitTimeoutError):
         exposure.prepare(two)
-    assert one.owners in exposure._kept and two.owners in exposure._kept
+    assert exposure._kept == [[one], two]
     connection.refusal = None
     exposure.prepare(two)
-    assert exposure._kept is two.owners
+    assert exposure._kept == [two]
 
 
 def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
@@ -419,3 +419,40 @@ def test_what_is_pushed_from_now_on_is_taken_back() -> None:
     messages = [body for body in connection.sent if isinstance(body, Expose)]
     assert [bool(message.data) for message in messages] == [True, False]
     assert messages[1].map > messages[0].map
+
+
+def replicated(rank: int = 0) -> DevicePart:
+    views = [view(address << 40, 512, 0) for address in (1, 2)]
+    for number, one in enumerate(views):
+        one.path, one.shared = f"x.{number}", True
+    made = lay_out(views, Shape(4096, rank=rank, world_size=2, replica=True)).device
+    assert made and made.replica.name
+    return made
+
+
+def test_what_other_ranks_store_is_exposed_beside_what_this_one_does() -> None:
+    connection, exposure = automatic()
+    one = replicated()
+    for _ in range(2):
+        assert exposure.prepare(one).map == 1
+    (call,) = connection.native.named("expose")
+    assert call[-3:] == (one.replica.name, one.replica.ranges, one.replica.shares)
+    assert len(one.replica.ranges) == 2 * len(one.ranges({}))
+    exposure.prepare(part(1 << 40))  # the same payload, and nothing for others
+    assert connection.exposed() == [1, 2]
+
+
+def test_memory_of_other_ranks_that_cannot_be_shared_ends_nothing() -> None:
+    connection, exposure = automatic()
+    real, asked = connection.native.expose, []
+
+    def refuse(ranges: bytes, nbytes: int, known: bool, *replica: object) -> bytes:
+        asked.append(any(replica))
+        if any(replica):
+            raise native_error("no handle")
+        return real(ranges, nbytes, known, *replica)
+
+    connection.native.expose = refuse  # type: ignore[method-assign]
+    for _ in range(2):
+        assert exposure.prepare(replicated()).map == 1
+    assert (asked, exposure.lends) == ([True, False], False)

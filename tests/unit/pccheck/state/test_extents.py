@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from pccheck.state.extents import (
     Shape,
     View,
     lay_out,
+    unpack_device,
 )
 from pccheck_store.reading.loads import devices_of
 from pccheck_wire import tree
@@ -250,3 +252,78 @@ def test_memory_that_cannot_be_mapped_is_laid_out_last() -> None:
     assert [item[:3] for item in pulled] == [(1 << 40, 0, 512), (9 << 40, 512, 512)]
     aside = lay_out(views, Shape(CHUNK, aside=True, pushed=pushed)).device
     assert aside and not aside.rest and aside.pulled_bytes == aside.nbytes
+
+
+def shared_views(seed: int) -> dict[int, View]:
+    """The same state, by number, in memory that each rank has arranged otherwise."""
+    rng, at, made = random.Random(seed), 1 << 30, {}
+    sizes = [(n * 977) % 5000 + 1 for n in range(12)]
+    for number in rng.sample(range(len(sizes)), len(sizes)):
+        at += rng.choice([0, 64, 512, 40960])
+        made[number] = view(at, sizes[number], 0, frozen=number == 3)
+        made[number].path, made[number].shared = f"x.{number}", True
+        at += -(-sizes[number] // 64) * 64
+    return dict(sorted(made.items()))
+
+
+def laid_out(views: dict[int, View], rank: int, **shape: Any) -> DevicePart:
+    made = Shape(CHUNK, rank=rank, world_size=3, replica=True)._replace(**shape)
+    part = lay_out(list(views.values()), made).device
+    assert part is not None
+    return part
+
+
+def place_of(views: dict[int, View], address: int) -> tuple[int, int]:
+    """The tensor that the address lies in, and where."""
+    return next(
+        (number, address - one.address)
+        for number, one in views.items()
+        if one.address <= address < one.address + one.nbytes
+    )
+
+
+def test_each_rank_finds_what_another_one_stores() -> None:
+    states = [shared_views(seed) for seed in range(3)]
+    parts = [laid_out(views, rank) for rank, views in enumerate(states)]
+    assert len({part.replica.name for part in parts}) == 1 and parts[0].replica.name
+    for mine, own in zip(states, parts, strict=True):
+        sources = {item.offset: item.address for item, _ in unpack_device(own.unstaged)}
+        shares = list(struct.iter_unpack("<QQQ", own.replica.shares))
+        assert shares == sorted(shares, key=lambda share: share[1])
+        assert sum(nbytes for _, _, nbytes in shares) == sum(
+            item.nbytes for item, _ in unpack_device(own.unstaged)
+        )
+        for theirs, other in zip(states, parts, strict=True):
+            whole = {item.offset: item for item, _ in unpack_device(other.replica.ranges)}
+            assert list(whole) == sorted(whole) and len(whole) == len(theirs)
+            for at, offset, nbytes in shares:
+                assert whole[at].nbytes == nbytes
+                here, there = place_of(mine, sources[offset]), place_of(theirs, whole[at].address)
+                assert here == there
+
+
+def test_no_other_rank_has_what_one_rank_alone_stores() -> None:
+    views = shared_views(0)
+    assert not laid_out(views, 0, replica=False).replica.name
+    assert not laid_out(views, 0, aside=True).replica.name
+    everything = frozenset(one.address for one in views.values())
+    assert not laid_out(views, 0, pushed=everything).replica.name
+    views[20] = view(1 << 40, 100, 0)
+    assert not laid_out(views, 0).replica.name
+    del views[20]
+    assert laid_out(views, 0, first=3).replica.name != laid_out(views, 0).replica.name != 0
+    views[0].volatile = True
+    parts = [laid_out(views, rank) for rank in range(3)]
+    assert [bool(part.replica.name) for part in parts].count(False) == 1  # where it is staged
+    for part in parts:
+        assert views[0].address not in exposed(part)
+    views[0].volatile = False
+    parts = [laid_out(views, rank, pushed=frozenset({views[3].address})) for rank in range(3)]
+    assert [bool(part.replica.name) for part in parts].count(False) == 1  # where it is pushed
+    for part in parts:
+        assert views[3].address not in exposed(part)
+
+
+def exposed(part: DevicePart) -> set[int]:
+    """The addresses of what other ranks may read."""
+    return {item.address for item, _ in unpack_device(part.replica.ranges)}

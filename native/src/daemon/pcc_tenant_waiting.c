@@ -1,0 +1,336 @@
+/* Saves that wait. A deferred one, of level DEVICE: its device part is on the GPUs until it is
+ * wanted or withdrawn, or its trainer has died. Then that memory is read; or, of state that several
+ * ranks have, that of another rank with the same step on its GPUs. A parked one is in chunks, until
+ * the loop has it written, or drops it. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/pcc_tenant_private.h"
+#include "shared/pcc_sample.h"
+
+/* -- deferred saves -- */
+
+/* How long the rest of a process may take to end once its session has. */
+#define PROCESS_END_MS 5000
+
+static bool is_deferred(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
+{
+    return save->save != NULL && !save->aborted && save->sources[0].deferred &&
+           pcc_tenant_of_session(tenant, save);
+}
+
+/* The oldest, or the newest one; NULL. */
+static struct pcc_tenant_save *deferred_find(struct pcc_tenant *tenant, bool newest)
+{
+    struct pcc_tenant_save *found = NULL;
+
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (is_deferred(tenant, save) &&
+            (found == NULL || (save->snapshot > found->snapshot) == newest))
+            found = save;
+    }
+    return found;
+}
+
+static void withdraw(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    const struct pcc_tenant_end end = {.outcome = PCC_OUTCOME_SKIPPED,
+                                       .sequence = save->sequence,
+                                       .reason = {.cause = PCC_CAUSE_WITHDRAWN}};
+
+    if (pcc_tenant_refuse_begun(tenant, save->snapshot, &end))
+        pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_REFUSED,
+                                                  .session = tenant->session,
+                                                  .id = save->snapshot,
+                                                  .error = -ECANCELED});
+}
+
+bool pcc_tenant_deferred_look(struct pcc_tenant *tenant)
+{
+    bool left = false;
+
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (!is_deferred(tenant, save))
+            continue;
+        if (pcc_pull_words(tenant, save) == PCC_PULL_WITHDRAWN)
+            withdraw(tenant, save);
+        else
+            left = true;
+    }
+    return left;
+}
+
+void pcc_tenant_deferred_yield(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *oldest = deferred_find(tenant, false);
+
+    if (oldest != NULL)
+        withdraw(tenant, oldest);
+}
+
+void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    const enum pcc_pull_words words =
+        is_deferred(tenant, save) ? pcc_pull_words(tenant, save) : PCC_PULL_BROKEN;
+
+    if (words == PCC_PULL_WHOLE || words == PCC_PULL_NOT_READY)
+        pcc_pull_start(tenant, save);
+}
+
+/* -- the last step of a dead trainer; the caller holds the lock, where nothing else is said -- */
+
+/* How many of the samples that the dead trainer's streams took are in the memory of this map, or an
+ * error: one is not, or the memory cannot be read. Without locks. */
+static int samples_read(const struct pcc_page_view *view, uint64_t snapshot,
+                        const struct pcc_tenant_map *map)
+{
+    const struct pcc_sample *samples = pcc_page_samples(view, snapshot);
+    int found = 0;
+
+    for (uint32_t i = 0; i < PCC_SAMPLES; i++) {
+        const struct pcc_sample sample = samples[i];
+        const struct pcc_exposed_range *range = pcc_exposure_at(&map->view, sample.offset_bytes);
+        uint8_t got[PCC_SAMPLE_BYTES];
+        if (range == NULL || sample.length_bytes == 0 || sample.length_bytes > sizeof(got) ||
+            !pcc_is_within(sample.offset_bytes - range->offset_bytes, sample.length_bytes,
+                           range->length_bytes))
+            continue;
+        const struct pcc_tenant_import *import = map->imports[range->allocation];
+        const struct pcc_gpu_copy copy = {.from = import->address + range->allocation_offset_bytes +
+                                                  (sample.offset_bytes - range->offset_bytes),
+                                          .to = got,
+                                          .length_bytes = sample.length_bytes};
+        const int error = pcc_gpu_read(import->gpu, &copy, 1);
+        if (error != 0)
+            return error;
+        if (memcmp(got, sample.bytes, sample.length_bytes) != 0)
+            return -PCC_E_OTHER_BYTES;
+        found++;
+    }
+    return found;
+}
+
+/* Of a trainer's memory, which the save still holds. Releases the lock meanwhile. */
+static int samples_check(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                         struct pcc_tenant_map *map)
+{
+    const uint64_t snapshot = save->snapshot;
+
+    map->holders++;
+    pcc_tenant_unlock(tenant);
+    const int found = samples_read(&tenant->view, snapshot, map);
+    pcc_tenant_lock(tenant);
+    pcc_tenant_map_put(tenant, map);
+    return found;
+}
+
+/* From its own memory, if that can be read and is what the trainer had there: 0. */
+static int pull_own(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    const int found = samples_check(tenant, save, save->sources[0].map);
+
+    if (found < 0)
+        return found;
+    /* A child of the process that has its files open may have kept its streams going: its words
+     * count after the copy, too. */
+    return is_deferred(tenant, save) && pcc_pull_all(tenant, save) &&
+                   pcc_pull_words(tenant, save) == PCC_PULL_WHOLE && pcc_pull_accept(tenant, save)
+               ? 0
+               : -PCC_E_ABORTED;
+}
+
+/* Its save of this checkpoint, if its GPUs hold all of it now; NULL. */
+static struct pcc_tenant_save *whole_find(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (is_deferred(tenant, save) && save->sequence == sequence &&
+            pcc_pull_words(tenant, save) == PCC_PULL_WHOLE)
+            return save;
+    }
+    return NULL;
+}
+
+/* Without locks: the memory of a rank that has this checkpoint whole, held; or NULL. */
+static struct pcc_tenant_map *lend(struct pcc_tenant *lender, uint64_t sequence)
+{
+    PCC_LOCKED(&lender->lock);
+    const struct pcc_tenant_save *save = whole_find(lender, sequence);
+    if (save == NULL)
+        return NULL;
+    struct pcc_tenant_map *map = save->sources[0].map;
+    if ((map->view.devices & ~map->proven) != 0)
+        return NULL;
+    map->holders++;
+    return map;
+}
+
+/* Without locks: nothing has changed it since. Once its process has ended, nothing will. */
+static bool is_whole(struct pcc_tenant *lender, uint64_t sequence)
+{
+    PCC_LOCKED(&lender->lock);
+    return whole_find(lender, sequence) != NULL || lender->pull.last_whole == sequence;
+}
+
+/* Without the lock: a map of the save's payload through the memory that another rank lends. It has
+ * one holder, and holds `lent`, also if it fails. */
+static int borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
+                  struct pcc_tenant *lender, struct pcc_tenant_map *lent,
+                  struct pcc_tenant_map **out)
+{
+    struct pcc_tenant_map *map = calloc(1, sizeof(*map));
+    int error =
+        map != NULL ? pcc_exposure_elsewhere(&mine->view, &lent->view, &map->view) : -ENOMEM;
+
+    if (error != 0) {
+        free(map);
+        pcc_tenant_lent_put(lender, lent);
+        return error;
+    }
+    map->holders = 1;
+    map->lender = lender;
+    map->lent = lent;
+    map->imports = lent->imports;
+    map->proven = map->view.devices;
+    memcpy(map->gpus, lent->gpus, sizeof(map->gpus));
+    pcc_tenant_lock(tenant);
+    tenant->pull.maps++;
+    pcc_tenant_unlock(tenant);
+    *out = map;
+    return 0;
+}
+
+/* Releases the lock. `map` is the save's, held by the caller; it is not read. */
+static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender)
+{
+    const uint64_t sequence = save->sequence, snapshot = save->snapshot;
+    struct pcc_tenant_map *map = NULL;
+
+    pcc_tenant_unlock(tenant);
+    struct pcc_tenant_map *lent = lend(lender, sequence);
+    const bool fits = lent != NULL && borrow(tenant, mine, lender, lent, &map) == 0 &&
+                      samples_read(&tenant->view, snapshot, map) > 0 &&
+                      pcc_tenant_pin_for(tenant, map->gpus) == 0;
+    pcc_tenant_lock(tenant);
+    bool pulled = fits && is_deferred(tenant, save) && pcc_pull_through(tenant, save, map) == 0 &&
+                  pcc_pull_all(tenant, save);
+    if (!pulled) {
+        pcc_tenant_map_put(tenant, map);
+        return false;
+    }
+    pcc_tenant_unlock(tenant);
+    /* If it has died meanwhile, the driver may not have kept its memory. */
+    pulled = is_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
+    pcc_tenant_lock(tenant);
+    pcc_tenant_map_put(tenant, map);
+    return pulled && pcc_pull_accept(tenant, save);
+}
+
+/* From its own memory, or that of another rank, whose number goes to *lender_out: 0. */
+static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                       struct pcc_tenant *const *others, uint32_t count, int32_t *lender_out)
+{
+    const enum pcc_pull_words words = pcc_pull_words(tenant, save);
+    struct pcc_tenant_map *mine = save->sources[0].map;
+    int error = -PCC_E_ABORTED;
+
+    if (words != PCC_PULL_WHOLE && words != PCC_PULL_BROKEN)
+        return error;
+    mine->holders++;
+    if (words == PCC_PULL_WHOLE) {
+        tenant->pull.last_whole = save->sequence;
+        error = pull_own(tenant, save);
+    }
+    for (uint32_t i = 0; error != 0 && i < count && is_deferred(tenant, save); i++) {
+        if (others[i] == NULL || !pull_from(tenant, save, mine, others[i]))
+            continue;
+        *lender_out = (int32_t)i;
+        error = 0;
+    }
+    pcc_tenant_map_put(tenant, mine);
+    return error;
+}
+
+int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
+                             uint32_t count)
+{
+    struct pcc_tenant_save *newest;
+
+    pcc_tenant_lock(tenant);
+    const bool any = !tenant->broken && pcc_tenant_deferred_look(tenant);
+    newest = any ? deferred_find(tenant, true) : NULL;
+    const bool broken = newest != NULL && pcc_pull_words(tenant, newest) == PCC_PULL_BROKEN;
+    pcc_tenant_unlock(tenant);
+    /* The kernel closes a socket before the GPU's files of the same process. While those are open,
+     * its streams may go on, and write words. */
+    if (!any || (!broken && !pcc_process_ended(tenant->trainer_fd, PROCESS_END_MS)))
+        return -1;
+    PCC_LOCKED(&tenant->lock);
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) /* what cannot become whole any more */
+        if (tenant->saves[i].session == tenant->session && !is_deferred(tenant, &tenant->saves[i]))
+            pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);
+    while ((newest = deferred_find(tenant, true)) != NULL) {
+        int32_t lender = -1;
+        const int error = pull_of_any(tenant, newest, others, count, &lender);
+        if (error == 0)
+            return lender; /* older ones were withdrawn before it was ready */
+        pcc_tenant_abort(tenant, newest, error);
+        if (broken) /* older ones are in the same memory, and its process may not have ended */
+            return -1;
+    }
+    return -1;
+}
+
+/* -- parked saves: their chunks stay full until the loop has them written, or drops them -- */
+
+static struct pcc_tenant_save *parked_find(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    for (uint32_t i = 0; sequence != 0 && i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (save->save != NULL && save->sequence == sequence && pcc_save_is_parked(save->save))
+            return save;
+    }
+    return NULL;
+}
+
+int pcc_tenant_write(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    PCC_LOCKED(&tenant->lock);
+    struct pcc_tenant_save *save = parked_find(tenant, sequence);
+    return save != NULL ? pcc_save_write(save->save, &save->save) : 0;
+}
+
+bool pcc_tenant_drop(struct pcc_tenant *tenant, uint64_t sequence, const struct pcc_tenant_end *end)
+{
+    PCC_LOCKED(&tenant->lock);
+    struct pcc_tenant_save *save = parked_find(tenant, sequence);
+    if (save == NULL || !pcc_save_drop(save->save))
+        return false;
+    save->save = NULL;
+    pcc_tenant_chunks_forget(tenant, save, false);
+    tenant->bindings[save->binding].active--;
+    if (pcc_tenant_of_session(tenant, save))
+        pcc_tenant_outcome(tenant, save->snapshot, end);
+    pcc_tenant_wake_client(tenant);
+    pcc_tenant_pass_on(tenant);
+    pcc_tenant_queue_look(tenant);
+    return true;
+}
+
+void pcc_tenant_adopted_write(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *newest;
+
+    do {
+        newest = NULL;
+        for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+            struct pcc_tenant_save *save = &tenant->saves[i];
+            if (save->save != NULL && save->session == 0 && pcc_save_is_parked(save->save) &&
+                (newest == NULL || save->sequence > newest->sequence))
+                newest = save;
+        }
+    } while (newest != NULL && pcc_save_write(newest->save, &newest->save) == 0);
+}

@@ -1,0 +1,292 @@
+/* Ranks that share state: a step on the GPU of a rank that has ended, whose memory cannot be read
+ * any more, is read from the GPU of another rank, if that one has it whole all the time. */
+#include "pull_fixture.h"
+
+#define PARTS 3u
+
+struct pair {
+    struct pull dead, other;
+    uint64_t sequence; /* of snapshot 1, on both */
+};
+
+/* What usual_layout has, as another rank has it: at other places of its payload. */
+static void other_layout(struct pull *q)
+{
+    (void)allocate(q, 0, 3 * CHUNK);
+    (void)allocate(q, 0, 100000);
+    fill(q, 1);
+    range_add(q, 1, 2000, 98000, 0);
+    q->device_bytes = 2 * CHUNK;
+}
+
+/* Where the parts of usual_layout are in the replica, whose places are the same on both ranks. */
+static void replica_add(struct pair *pair)
+{
+    uint64_t at = 64;
+
+    for (uint32_t i = 0; i < PARTS; i++) {
+        const struct pcc_exposed_range *range = &pair->dead.ranges[i];
+        pair->dead.shares[i] = (struct pcc_exposed_share){
+            .replica_offset_bytes = at,
+            .offset_bytes = range->offset_bytes,
+            .length_bytes = range->length_bytes,
+        };
+        pair->other.replica[i] = *range;
+        pair->other.replica[i].offset_bytes = at;
+        at = pcc_align_up(at + range->length_bytes, 64);
+    }
+    pair->dead.share_count = pair->other.replica_count = PARTS;
+    pair->dead.replica_id = pair->other.replica_id = 7;
+}
+
+static void pair_open(struct pair *pair)
+{
+    struct pull *q = &pair->other;
+
+    pull_open(&pair->dead, 24 * CHUNK);
+    usual_layout(&pair->dead);
+    memset(q, 0, sizeof(*q));
+    q->control = pair->dead.control;
+    q->gpus = pair->dead.gpus;
+    const struct settings settings = {
+        .payload_capacity = 4u << 20, .memory_bytes = 24 * CHUNK, .gpus = q->gpus};
+    fixture_open(&q->f, &settings);
+    trainer_start(&q->trainer);
+    trainer_page_open(q);
+    other_layout(q);
+    replica_add(pair);
+    expose(&pair->dead);
+    expose(q);
+    fill(&pair->dead, 5);
+    fill(q, 5);
+}
+
+static uint64_t defer(struct pull *p, bool ready)
+{
+    struct pcc_request request = pull_request(p, 1);
+    uint64_t sequence;
+
+    request.level = PCC_LEVEL_DEVICE;
+    CHECK(admit_as(p, 1, &request, &sequence) == 0);
+    if (ready)
+        ready_set(p, 1, 0);
+    push_tree(p, 1);
+    return sequence;
+}
+
+/* What the stream of the dead rank had in its second part. */
+static void sample_put(struct pair *pair)
+{
+    struct pull *p = &pair->dead;
+    struct pcc_sample *sample = pcc_page_samples(&p->f.page, 1);
+
+    *sample = (struct pcc_sample){.offset_bytes = p->ranges[1].offset_bytes + 10,
+                                  .length_bytes = PCC_SAMPLE_BYTES};
+    memcpy(sample->bytes, p->memory[1].expected + 10, PCC_SAMPLE_BYTES);
+}
+
+static void both_defer(struct pair *pair, bool other_ready)
+{
+    pair->sequence = defer(&pair->dead, true);
+    CHECK_EQUAL(defer(&pair->other, other_ready), pair->sequence);
+    sample_put(pair);
+}
+
+static _Atomic uint64_t *broken_of(struct pull *p)
+{
+    return &pcc_page_words(&p->f.page, 1, 0)->broken;
+}
+
+static _Atomic uint64_t *withdrawn_of(struct pull *p)
+{
+    return &pcc_page_words(&p->f.page, 1, 0)->withdrawn;
+}
+
+/* The session of the dead rank ends. Whose memory was read. */
+static int32_t leave(struct pair *pair)
+{
+    struct pcc_tenant *others[] = {NULL, pair->other.f.tenant};
+
+    return pcc_tenant_detach(pair->dead.f.tenant, others, 2);
+}
+
+/* How the snapshot of a session that has ended came out. */
+static enum pcc_event_kind end_kind(struct pull *p)
+{
+    enum pcc_event_kind kind = 0;
+    bool detached = false;
+
+    while (kind == 0 || !detached) {
+        const struct pcc_event event = event_next(&p->f);
+        detached = detached || event.kind == PCC_EVENT_DETACHED;
+        if (event.id == 1 && (event.kind == PCC_EVENT_COPIED || event.kind == PCC_EVENT_FAILED))
+            kind = event.kind;
+    }
+    return kind;
+}
+
+static void is_saved(struct pair *pair, bool saved)
+{
+    struct pull *p = &pair->dead;
+
+    CHECK((end_kind(p) == PCC_EVENT_COPIED) == saved);
+    if (!saved)
+        return;
+    uint8_t *expected = payload_expected(p, 1);
+    CHECK(pcc_tenant_write(p->f.tenant, pair->sequence) == 0);
+    CHECK(event_until(&p->f, PCC_EVENT_DURABLE).id == 1);
+    saved_equals(p, pair->sequence, expected);
+    free(expected);
+}
+
+static void pair_close(struct pair *pair)
+{
+    struct pull *q = &pair->other;
+
+    ends_close(&pair->dead.f);
+    if (q->f.tenant->attached)
+        detach(&q->f);
+    else
+        ends_close(&q->f);
+    trainer_kill(&q->trainer);
+    mappings_gone(q);
+    fixture_close(&q->f);
+    expected_free(q);
+    trainer_page_open(&pair->dead);
+    pull_close(&pair->dead);
+}
+
+/* The driver has told the dead rank of an error: its memory is not read. */
+static void test_broken(void)
+{
+    struct pair pair;
+
+    pair_open(&pair);
+    both_defer(&pair, true);
+    atomic_store(broken_of(&pair.dead), 1);
+    fill(&pair.dead, 6); /* anything may be there */
+    for (uint32_t i = 0; i < pair.dead.memory_count; i++)
+        memcpy(pair.dead.memory[i].expected, pair.other.memory[i].expected,
+               pair.dead.memory[i].exposed.length_bytes);
+    CHECK_EQUAL(leave(&pair), 1);
+    is_saved(&pair, true);
+    /* The other rank goes on, and nothing of its memory is held for the dead one. */
+    CHECK(word_of(&pair.other, 1) == pcc_word(1, PCC_WORD_COPYING));
+    pair_close(&pair);
+}
+
+/* The memory of the dead rank is not what its stream had there. */
+static void test_other_bytes(void)
+{
+    struct pair pair;
+
+    pair_open(&pair);
+    both_defer(&pair, true);
+    uint8_t *before = payload_expected(&pair.dead, 1);
+    fill(&pair.dead, 6);
+    trainer_kill(&pair.dead.trainer);
+    CHECK_EQUAL(leave(&pair), 1);
+    CHECK(end_kind(&pair.dead) == PCC_EVENT_COPIED);
+    CHECK(pcc_tenant_write(pair.dead.f.tenant, pair.sequence) == 0);
+    CHECK(event_until(&pair.dead.f, PCC_EVENT_DURABLE).id == 1);
+    saved_equals(&pair.dead, pair.sequence, before);
+    free(before);
+    pair_close(&pair);
+}
+
+/* Its own memory comes first. */
+static void test_own_memory(void)
+{
+    struct pair pair;
+
+    pair_open(&pair);
+    both_defer(&pair, true);
+    trainer_kill(&pair.dead.trainer);
+    CHECK_EQUAL(leave(&pair), -1);
+    is_saved(&pair, true);
+    pair_close(&pair);
+}
+
+/* Nobody has it as it has to be: the step is lost, and nothing stays mapped. */
+static void test_no_other(void)
+{
+    for (uint32_t lack = 0; lack < 8; lack++) {
+        struct pair pair;
+        pair_open(&pair);
+        if (lack == 0) { /* other state */
+            pair.other.replica_id++;
+            expose(&pair.other);
+        } else if (lack == 1) { /* not all of it */
+            pair.other.replica[2].length_bytes--;
+            expose(&pair.other);
+        } else if (lack == 2) { /* it has not shown that the memory is its own */
+            expose_unproven(&pair.other);
+        }
+        both_defer(&pair, lack != 3);
+        if (lack == 4)
+            atomic_store(withdrawn_of(&pair.other), 1);
+        else if (lack == 5)
+            atomic_store(broken_of(&pair.other), 1);
+        else if (lack == 6) /* no sample says that these are its bytes */
+            pcc_page_samples(&pair.dead.f.page, 1)->length_bytes = 0;
+        else if (lack == 7)
+            fill(&pair.other, 6);
+        atomic_store(broken_of(&pair.dead), 1);
+        CHECK_EQUAL(leave(&pair), -1);
+        is_saved(&pair, false);
+        pair_close(&pair);
+    }
+}
+
+static void *other_changes(void *argument)
+{
+    struct pair *pair = argument;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    atomic_store(withdrawn_of(&pair->other), 1);
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+static void *other_dies(void *argument)
+{
+    struct pair *pair = argument;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    trainer_kill(&pair->other.trainer);
+    copies_go_on(&pair->dead);
+    (void)pcc_tenant_detach(pair->other.f.tenant, NULL, 0);
+    return NULL;
+}
+
+/* While its memory is copied, the other rank begins its update; or it dies, and both are saved. */
+static void test_meanwhile(void)
+{
+    for (uint32_t dies = 0; dies < 2; dies++) {
+        struct pair pair;
+        pthread_t thread;
+        pair_open(&pair);
+        both_defer(&pair, true);
+        atomic_store(broken_of(&pair.dead), 1);
+        copies_hold(&pair.dead, 1); /* behind the sample */
+        CHECK(pthread_create(&thread, NULL, dies ? other_dies : other_changes, &pair) == 0);
+        CHECK_EQUAL(leave(&pair), dies ? 1 : -1);
+        CHECK(pthread_join(thread, NULL) == 0);
+        is_saved(&pair, dies);
+        if (dies)
+            CHECK(end_kind(&pair.other) == PCC_EVENT_COPIED);
+        pair_close(&pair);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test tests[] = {
+        {"broken", test_broken},         {"other bytes", test_other_bytes},
+        {"own memory", test_own_memory}, {"no other", test_no_other},
+        {"meanwhile", test_meanwhile},
+    };
+
+    (void)setenv("PCCHECK_STANDIN_DEAD", "keep", 1);
+    return pull_main(argc, argv, tests, sizeof(tests) / sizeof(tests[0]));
+}
