@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_process -p pccheck_store -p pccheck_wire -p pc
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign last-step-campaign sharded-campaign process-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign last-step-campaign rank-step-campaign sharded-campaign process-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -120,6 +120,10 @@ process-campaign: $(READY) ## as root: kills around snapshots of processes, ROUN
 last-step-campaign: ROUNDS = 200
 last-step-campaign: $(READY) ## deaths of trainers whose last step is on the GPU only, ROUNDS times (default 200)
 	$(BIN)/python -m tests.integration.last_step_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+rank-step-campaign: ROUNDS = 200
+rank-step-campaign: $(READY) ## deaths of a rank whose last step another rank has on its GPU, too, ROUNDS times (default 200)
+	$(BIN)/python -m tests.integration.rank_step_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)

@@ -43,6 +43,8 @@ PARTS = (
     Part(150_000 * TIMES), Part(40_001 * TIMES, "bfloat16"), Part(9_000, kind="buffer"),
     Part(3_000, device=HOST),
 )  # fmt: skip
+#: Nothing on the GPU that only one rank has.
+SHARED = tuple(one for one in PARTS if one.kind != "buffer")
 FLAGS = ("--dram", "2GiB") if fakegpu.is_real() else (*GEOMETRY, "--dram", "32MiB")
 ROUNDS_PER_NODE = 10
 #: For the copy, and then two seconds.

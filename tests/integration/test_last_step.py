@@ -7,21 +7,28 @@ import os
 import re
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
 
-from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.ctl import Ctl
 from tests.support.gpunode import Node
+from tests.support.gpuranks import (
+    after_an_error,
+    handed_over,
+    launched,
+    ranks,
+    restored,
+    save,
+)
 from tests.support.gputrainer import GpuTrainer, Part
 from tests.support.standin import SAMPLES
 from tests.support.torchstore import TorchStore
 from tests.support.waiting import until
 
-from .last_step_campaign import GEOMETRY, PARTS, run
+from . import rank_step_campaign
+from .last_step_campaign import GEOMETRY, PARTS, SHARED, run
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's dead processes")
 
@@ -32,6 +39,14 @@ def test_10_deaths() -> None:
     print(f"seed {seed}", dict(tally.outcomes))
     assert not tally.violations, (seed, tally.violations)
     assert sum(tally.outcomes.values()) == 10
+
+
+def test_5_deaths_of_a_rank() -> None:
+    seed = int(os.environ.get("PCC_SEED", "1"))
+    tally = rank_step_campaign.run(5, seed)
+    print(f"seed {seed}", dict(tally.outcomes))
+    assert not tally.violations, (seed, tally.violations)
+    assert sum(tally.outcomes.values()) == 5
 
 
 def test_nothing_is_copied_and_the_update_ends_it(ctl: Ctl) -> None:
@@ -95,42 +110,6 @@ def test_it_is_skipped_where_the_daemon_does_not_pull() -> None:
         assert "does not pull" in trainer.reason(handle)
 
 
-def ranks(nodes: list[Node], parts: tuple[Part, ...] = PARTS, **options: Any) -> list[GpuTrainer]:
-    """Two, with a GPU each, on one node or on two."""
-    devices = range(2) if len(nodes) == 1 else (0, 0)
-    return [
-        node.connect(
-            tuple(one._replace(device=device) if one.device != HOST else one for one in parts),
-            rank=rank, world_size=2, **options,
-        )
-        for rank, (node, device) in enumerate(zip(nodes * (3 - len(nodes)), devices, strict=True))
-    ]  # fmt: skip
-
-
-def launched(launch: int) -> dict[str, Any]:
-    """Of the ranks of one node."""
-    return {
-        "environment": {
-            "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(launch),
-            "LOCAL_WORLD_SIZE": "2",
-        }
-    }  # fmt: skip
-
-
-def restored(group: list[GpuTrainer]) -> list[tuple[int, str]]:
-    for trainer in group:
-        trainer.post("restore")
-    found = [trainer.answer()["step"] for trainer in group]
-    return [(step, trainer.check(step)) for step, trainer in zip(found, group, strict=True)]
-
-
-def save(group: list[GpuTrainer], **to: Any) -> list[int]:
-    """The next step."""
-    for trainer in group:
-        trainer.step()
-    return [trainer.checkpoint(**to) for trainer in group]
-
-
 def die(group: list[GpuTrainer]) -> None:
     """When their GPUs have done what they were told."""
     for trainer in group:
@@ -153,15 +132,15 @@ def test_the_last_step_of_two_ranks(replicated: bool) -> None:
     """What both had on their GPUs when they died. What one of them had withdrawn is lost."""
     with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead="keep") as node:
         node.start()
-        group = ranks([node], replicated=replicated, **launched(0))
+        group = ranks([node], PARTS, replicated=replicated, **launched(0))
         begin(group)
         die(group)
-        group = ranks([node], replicated=replicated, **launched(1))
+        group = ranks([node], PARTS, replicated=replicated, **launched(1))
         assert restored(group) == [(4, ""), (4, "")]
         save(group, to="device")
         group[0].step()  # and the update of rank 1 never comes
         die(group)
-        group = ranks([node], replicated=replicated, **launched(2))
+        group = ranks([node], PARTS, replicated=replicated, **launched(2))
         assert restored(group) == [(4, ""), (4, "")]
 
 
@@ -169,10 +148,10 @@ def test_the_last_step_of_two_nodes(store: TorchStore) -> None:
     listen = ("--dram", "64MiB", "--listen", "127.0.0.1")
     with Node(*GEOMETRY, *listen, dead="keep") as one, Node(*GEOMETRY, *listen, dead="keep") as two:
         nodes = [one.start(), two.start()]
-        group = ranks(nodes, environment=store.environment("before", 1, 0))
+        group = ranks(nodes, PARTS, environment=store.environment("before", 1, 0))
         begin(group)
         die(group)
-        group = ranks(nodes, environment=store.environment("after", 1, 0))
+        group = ranks(nodes, PARTS, environment=store.environment("after", 1, 0))
         assert restored(group) == [(4, ""), (4, "")]
 
 
@@ -200,13 +179,6 @@ def three_behind_a_busy_stream(trainer: Any) -> list[int]:
     return handles
 
 
-def handed_over(trainer: Any) -> None:
-    """The daemon has what is not on the device."""
-    save = trainer.handles[-1]._in_flight
-    assert save.native.wait(save.snapshot, "host_read", time.monotonic_ns() + 10**10)
-    until(lambda: trainer.handles[-1].state.name == "COPYING")
-
-
 def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
     """What the stream had copied before the death is not what the daemon pulls after it."""
     with Node(*GEOMETRY, "--dram", "32MiB", dead="scramble") as node:
@@ -220,10 +192,6 @@ def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
         found = node.connect(PARTS).recover()
         assert (found["step"], found["wrong"]) == (2, "")
         node.daemon.logs("other bytes")
-
-
-#: Nothing on the GPU that only one rank has.
-SHARED = tuple(one for one in PARTS if one.kind != "buffer")
 
 
 def a_step_on_both_gpus(node: Node, launch: int) -> tuple[list[GpuTrainer], int]:
@@ -262,8 +230,3 @@ def test_another_rank_has_what_a_broken_gpu_held() -> None:
         state, reason = group[0].evaluate(after_an_error)
         assert state == "FAILED" and "another rank" in reason
         rank_1_has_it(node, group, handle)
-
-
-def after_an_error(trainer: Any) -> tuple[str, str]:
-    trainer.client.close()
-    return trainer.handles[-1].state.name, trainer.handles[-1].reason

@@ -259,24 +259,80 @@ static void *other_dies(void *argument)
     return NULL;
 }
 
-/* While its memory is copied, the other rank begins its update; or it dies, and both are saved. */
+static void *other_lets_go(void *argument)
+{
+    struct pair *pair = argument;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    atomic_store(&pcc_page_snapshot(&pair->other.f.page, 1)->word, pcc_word(1, PCC_WORD_ABANDONED));
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+/* While its memory is copied, the other rank begins its update, or lets go of its own snapshot; or
+ * it dies, and both are saved. */
 static void test_meanwhile(void)
 {
-    for (uint32_t dies = 0; dies < 2; dies++) {
+    static const struct {
+        void *(*other)(void *);
+        bool saved;
+    } cases[] = {{other_changes, false}, {other_lets_go, false}, {other_dies, true}};
+
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         struct pair pair;
         pthread_t thread;
         pair_open(&pair);
         both_defer(&pair, true);
         atomic_store(broken_of(&pair.dead), 1);
         copies_hold(&pair.dead, 1); /* behind the sample */
-        CHECK(pthread_create(&thread, NULL, dies ? other_dies : other_changes, &pair) == 0);
-        CHECK_EQUAL(leave(&pair), dies ? 1 : -1);
+        CHECK(pthread_create(&thread, NULL, cases[i].other, &pair) == 0);
+        CHECK_EQUAL(leave(&pair), cases[i].saved ? 1 : -1);
         CHECK(pthread_join(thread, NULL) == 0);
-        is_saved(&pair, dies);
-        if (dies)
+        is_saved(&pair, cases[i].saved);
+        if (cases[i].saved)
             CHECK(end_kind(&pair.other) == PCC_EVENT_COPIED);
         pair_close(&pair);
     }
+}
+
+static void *let_go_when_lent(void *argument)
+{
+    struct pair *pair = argument;
+    struct pcc_tenant *lender = pair->other.f.tenant;
+    uint32_t lends = 0;
+
+    while (lends == 0) {
+        (void)usleep(100);
+        pcc_tenant_lock(lender);
+        lends = lender->pull.lends;
+        pcc_tenant_unlock(lender);
+    }
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+/* The other rank has its own part copied just now, and its streams wait: they go on when the dead
+ * rank's part was read, too. */
+static void test_wanted(void)
+{
+    const struct pcc_message write = {.kind = PCC_MSG_WRITE, .id = 1};
+    struct pair pair;
+    pthread_t thread;
+
+    pair_open(&pair);
+    both_defer(&pair, true);
+    atomic_store(broken_of(&pair.dead), 1);
+    copies_hold(&pair.dead, 0);
+    CHECK(pcc_ring_push(&pair.other.f.page.to_daemon, &write) == 0);
+    pcc_bell_ring(&pair.other.f.page.page->daemon_bell);
+    wait_for(&pair.dead.control->held_copies, 1);
+    CHECK(pthread_create(&thread, NULL, let_go_when_lent, &pair) == 0);
+    CHECK_EQUAL(leave(&pair), 1);
+    CHECK(pthread_join(thread, NULL) == 0);
+    is_saved(&pair, true);
+    CHECK(event_until(&pair.other.f, PCC_EVENT_COPIED).id == 1);
+    CHECK_EQUAL(done_of(&pair.other, 1, 0), 1);
+    pair_close(&pair);
 }
 
 int main(int argc, char **argv)
@@ -284,7 +340,7 @@ int main(int argc, char **argv)
     static const struct test tests[] = {
         {"broken", test_broken},         {"other bytes", test_other_bytes},
         {"own memory", test_own_memory}, {"no other", test_no_other},
-        {"meanwhile", test_meanwhile},
+        {"meanwhile", test_meanwhile},   {"wanted", test_wanted},
     };
 
     (void)setenv("PCCHECK_STANDIN_DEAD", "keep", 1);

@@ -158,6 +158,7 @@ struct pcc_tenant_pull {
     /* The checkpoint that the GPUs of this session held when its process had ended, whose memory
      * nothing changes any more; 0: none. */
     uint64_t last_whole;
+    uint32_t lends; /* to other ranks: until they have read it, nothing is judged */
 };
 
 struct pcc_tenant_binding {

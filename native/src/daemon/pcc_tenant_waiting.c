@@ -141,30 +141,43 @@ static int pull_own(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
                : -PCC_E_ABORTED;
 }
 
-/* Its save of this checkpoint, if its GPUs hold all of it now; NULL. */
+/* Its save of this checkpoint, if its GPUs hold all of it now; NULL. A client that lets go of it
+ * says so in the word before the memory changes; one that has it copied waits for the daemon. */
 static struct pcc_tenant_save *whole_find(struct pcc_tenant *tenant, uint64_t sequence)
 {
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
-        if (is_deferred(tenant, save) && save->sequence == sequence &&
+        if (save->save != NULL && !save->aborted && !save->copied &&
+            pcc_tenant_of_session(tenant, save) && save->sequence == sequence &&
+            pcc_page_word(&tenant->view, save->snapshot) ==
+                pcc_word(save->snapshot, PCC_WORD_COPYING) &&
             pcc_pull_words(tenant, save) == PCC_PULL_WHOLE)
             return save;
     }
     return NULL;
 }
 
-/* Without locks: the memory of a rank that has this checkpoint whole, held; or NULL. */
+/* Without locks: the memory of a rank that has this checkpoint whole, held until lend_end; or NULL.
+ * Meanwhile nothing of that rank is judged, so that its client does not let its streams go on. */
 static struct pcc_tenant_map *lend(struct pcc_tenant *lender, uint64_t sequence)
 {
     PCC_LOCKED(&lender->lock);
     const struct pcc_tenant_save *save = whole_find(lender, sequence);
-    if (save == NULL)
+    if (save == NULL || (!save->sources[0].deferred && save->sources[0].users == 0))
         return NULL;
     struct pcc_tenant_map *map = save->sources[0].map;
     if ((map->view.devices & ~map->proven) != 0)
         return NULL;
     map->holders++;
+    lender->pull.lends++;
     return map;
+}
+
+static void lend_end(struct pcc_tenant *lender)
+{
+    PCC_LOCKED(&lender->lock);
+    if (--lender->pull.lends == 0 && lender->attached)
+        pcc_bell_ring(&lender->view.page->daemon_bell);
 }
 
 /* Without locks: nothing has changed it since. Once its process has ended, nothing will. */
@@ -202,30 +215,44 @@ static int borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
     return 0;
 }
 
-/* Releases the lock. `map` is the save's, held by the caller; it is not read. */
-static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender)
+/* Pulls the save through the memory that another rank lends. Releases the lock meanwhile. */
+static bool pull_lent(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender,
+                      struct pcc_tenant_map *lent)
 {
     const uint64_t sequence = save->sequence, snapshot = save->snapshot;
     struct pcc_tenant_map *map = NULL;
 
     pcc_tenant_unlock(tenant);
-    struct pcc_tenant_map *lent = lend(lender, sequence);
-    const bool fits = lent != NULL && borrow(tenant, mine, lender, lent, &map) == 0 &&
-                      samples_read(&tenant->view, snapshot, map) > 0 &&
-                      pcc_tenant_pin_for(tenant, map->gpus) == 0;
+    bool fits = borrow(tenant, mine, lender, lent, &map) == 0 &&
+                samples_read(&tenant->view, snapshot, map) > 0 &&
+                pcc_tenant_pin_for(tenant, map->gpus) == 0;
     pcc_tenant_lock(tenant);
-    bool pulled = fits && is_deferred(tenant, save) && pcc_pull_through(tenant, save, map) == 0 &&
-                  pcc_pull_all(tenant, save);
-    if (!pulled) {
-        pcc_tenant_map_put(tenant, map);
-        return false;
-    }
+    fits = fits && is_deferred(tenant, save) && pcc_pull_through(tenant, save, map) == 0 &&
+           pcc_pull_all(tenant, save);
     pcc_tenant_unlock(tenant);
     /* If it has died meanwhile, the driver may not have kept its memory. */
-    pulled = is_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
+    fits = fits && is_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
     pcc_tenant_lock(tenant);
     pcc_tenant_map_put(tenant, map);
+    return fits;
+}
+
+/* Releases the lock meanwhile. `mine` is the save's own map, held by the caller; it is not read. */
+static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender)
+{
+    const uint64_t sequence = save->sequence;
+
+    pcc_tenant_unlock(tenant);
+    struct pcc_tenant_map *lent = lend(lender, sequence);
+    pcc_tenant_lock(tenant);
+    if (lent == NULL)
+        return false;
+    const bool pulled = pull_lent(tenant, save, mine, lender, lent);
+    pcc_tenant_unlock(tenant);
+    lend_end(lender);
+    pcc_tenant_lock(tenant);
     return pulled && pcc_pull_accept(tenant, save);
 }
 
