@@ -113,14 +113,13 @@ class Campaign:
         time.sleep(self.rng.random() * 0.03)  # not synchronisation: the moment is the test
         trainer.kill()
         self._await_memory(node)
-        near, ready, whole, copied, begun = log.all()
+        near, ready, whole, copied = log.all()
         found = self._recovered(node, number)
         step = found["step"] if found["found"] else 0
-        where = f"step {step} recovered at {near}, {ready}, {whole}, {copied}, {begun}"
+        where = f"step {step} recovered at {near}, {ready}, {whole}, {copied}"
         assert not found.get("wrong"), f"{where}: {found['wrong']}"
         assert copied <= step <= near, where
-        # The daemon had the rest, and no call of the next step, whose copy may take the place.
-        still = near == ready == whole == begun
+        still = near == ready == whole  # no update was near, and the daemon had the rest
         assert step == ready or not still, where
         last = "last completed step" if step >= ready else "newest copied one"
         self.tally.outcomes[f"recovered: the {last}{', at rest' if still else ''}"] += 1

@@ -179,6 +179,49 @@ def three_behind_a_busy_stream(trainer: Any) -> list[int]:
     return handles
 
 
+def test_a_step_stays_until_the_gpu_has_begun_the_next_one() -> None:
+    """The CPU is ahead: it has asked for the copy of a step that the GPU has not begun, and for
+    which there is no place beside what is copied and what is on the GPU."""
+    with Node(*GEOMETRY, "--dram", "32MiB", dead="keep") as node:
+        trainer = node.start().ready(PARTS)
+        assert trainer.wait_copied(trainer.checkpoint(to="memory")) == "copied"
+        trainer.step()
+        handle = trainer.checkpoint(to="device")
+        trainer.synchronize()
+        trainer.evaluate(handed_over)
+        trainer.evaluate(asks_for_more)
+        node.wait_for(lambda: asked(node) == 5)
+        assert trainer.state(handle) == "copying"
+        trainer.kill()
+        found = node.connect(PARTS).recover()
+        assert (found["step"], found["wrong"]) == (3, "")
+
+
+def asks_for_more(trainer: Any) -> None:
+    trainer.gpu.launch(threading.Event().wait)
+    for level in ("device", "memory"):
+        trainer.step()
+        trainer.handles.append(trainer.client.checkpoint(step=trainer.optimizer.now, to=level))
+
+
+def asked(node: Node) -> int:
+    """The newest step that the daemon has a request of."""
+    (row,) = node.status()["ranks"]
+    return max(one["step"] for one in row["checkpoints"])
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip"])
+def test_a_copy_takes_the_place_of_the_same_step(on_busy: str) -> None:
+    with Node(*GEOMETRY, "--dram", "32MiB", dead="keep") as node:
+        trainer = node.start().ready(SHARED, on_busy=on_busy)  # nothing is staged
+        assert trainer.wait_copied(trainer.checkpoint(to="memory")) == "copied"
+        trainer.step()
+        handles = [trainer.checkpoint(to="device") for _ in range(2)]
+        copied = trainer.checkpoint(to="memory")
+        node.wait_for(lambda: trainer.state(handles[0]) == "skipped")  # a wait has it written
+        assert trainer.wait_copied(copied) in ("copied", "writing", "durable")
+
+
 def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
     """What the stream had copied before the death is not what the daemon pulls after it."""
     with Node(*GEOMETRY, "--dram", "32MiB", dead="scramble") as node:

@@ -179,8 +179,8 @@ def wrong_in(state: dict[str, Any], step: int, model: Model) -> str:
 
 
 #: Words of a Log: the newest step whose update is next on the stream, that is complete there, of
-#: which the daemon has all that is not on the device, that is copied, that the CPU has begun.
-NEAR, READY, WHOLE, COPIED, BEGUN = range(5)
+#: which the daemon has all that is not on the device, that is copied.
+NEAR, READY, WHOLE, COPIED = range(4)
 
 
 class Log:
@@ -210,7 +210,7 @@ class Log:
             self._cuda("cuStreamWriteValue64_v2", stream, address, value, 0)
 
     def all(self) -> list[int]:
-        return [int.from_bytes(self._bytes[at : at + 8], "little") for at in range(0, 40, 8)]
+        return [int.from_bytes(self._bytes[at : at + 8], "little") for at in range(0, 32, 8)]
 
 
 class GpuCommands(Commands):
@@ -297,11 +297,12 @@ class GpuCommands(Commands):
         copied: Any = None
         while True:
             now = self.optimizer.now + 1
-            marks.put(BEGUN, now)
             marks.enqueue(NEAR, now)
             self.step()
-            level = "memory" if now % every == 0 else "device"
+            level = "memory" if now == 1 or now % every == 0 else "device"
             handle = self.client.checkpoint(step=now, to=level)
+            if now == 1:  # from then on the daemon has proof that it reads this memory
+                handle.wait_copied(60)
             copied = handle if level == "memory" else copied
             marks.enqueue(READY, now)
             if level == "device" and rng.random() < 0.7:  # else the CPU runs ahead of the stream

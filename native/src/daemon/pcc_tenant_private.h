@@ -393,8 +393,9 @@ bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
 void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
 /* With the lock held: deferred saves that were withdrawn end. True while some are left. */
 bool pcc_tenant_deferred_look(struct pcc_tenant *tenant);
-/* With the lock held: the oldest one ends, because its place is needed. */
-void pcc_tenant_deferred_yield(struct pcc_tenant *tenant);
+/* With the lock held: the oldest one ends, because this request needs its place, once the streams
+ * have come to the request. False: there is none. */
+bool pcc_tenant_deferred_yield(struct pcc_tenant *tenant, const struct pcc_request *request);
 /* With the lock held: its owner wants it on the disk, so it is pulled now. */
 void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 /* Without locks, the drain thread has ended: the last step of a trainer whose process has ended. As

@@ -552,12 +552,14 @@ static int try_first(struct pcc_tenant *tenant)
     const bool numbered = wait->number.sequence != 0 || tenant->policy.numbers;
     const int error = tenant->policy.held ? -EBUSY : pcc_tenant_begin(tenant, wait);
 
-    if (error == -PCC_E_NO_LANE && wait->request.level == PCC_LEVEL_MEMORY)
-        pcc_tenant_deferred_yield(tenant); /* a copy is worth more */
+    /* A copy is worth more than a step that is on a GPU only. */
+    const bool gets_place = error == -PCC_E_NO_LANE && wait->request.level == PCC_LEVEL_MEMORY &&
+                            pcc_tenant_deferred_yield(tenant, &wait->request);
+
     if (error == 0)
         leave(&tenant->queue, 0);
     else if (!is_waited_for(error) || /* and a group decides before a rank skips */
-             (error == -PCC_E_NO_LANE && skips && numbered))
+             (error == -PCC_E_NO_LANE && skips && numbered && !gets_place))
         end(tenant, 0, error);
     else
         return error;
@@ -574,6 +576,7 @@ bool pcc_tenant_queue_run(struct pcc_tenant *tenant)
     if (!tenant->broken) {
         deferred = pcc_tenant_deferred_look(tenant);
         drop_abandoned(tenant);
+        queue->look = queue->look || deferred; /* its streams may have come to the first one */
         while (queue->look && queue->count > 0 && error == 0) {
             queue->look = false;
             error = try_first(tenant);

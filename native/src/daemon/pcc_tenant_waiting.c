@@ -62,12 +62,30 @@ bool pcc_tenant_deferred_look(struct pcc_tenant *tenant)
     return left;
 }
 
-void pcc_tenant_deferred_yield(struct pcc_tenant *tenant)
+/* Whether the streams have come to what is requested. Before that its GPUs may still hold an older
+ * step; the update between the two withdraws that. */
+static bool is_reached(const struct pcc_tenant *tenant, const struct pcc_request *request)
+{
+    const struct pcc_tenant_map *map = tenant->pull.map;
+
+    if (request->map == 0 || map == NULL || map->number != request->map)
+        return true;
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        if ((map->view.devices >> device & 1u) != 0 &&
+            /* Acquire: as in pcc_pull_words. */
+            PCC_READ_ACQUIRE(&pcc_page_words(&tenant->view, request->snapshot, device)->ready) <
+                request->snapshot)
+            return false;
+    return true;
+}
+
+bool pcc_tenant_deferred_yield(struct pcc_tenant *tenant, const struct pcc_request *request)
 {
     struct pcc_tenant_save *oldest = deferred_find(tenant, false);
 
-    if (oldest != NULL)
+    if (oldest != NULL && is_reached(tenant, request))
         withdraw(tenant, oldest);
+    return oldest != NULL;
 }
 
 void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
