@@ -17,7 +17,7 @@ struct pcc_tenant_save;
 struct pcc_source_ops { /* NULL: there is nothing to do */
     /* Lock held, before there is a save: takes a stretch from from_bytes on, which may be empty,
      * and all that the source needs for it. `name`: of what is read, in the source's own numbers.
-     * Codes of pcc_tenant_begin; after an error nothing is taken. */
+     * Codes as of `begin` in pcc_tenant_queue.c; after an error nothing is taken. */
     int (*begin)(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t name,
                  struct pcc_save_request *request);
     /* Lock held: the pieces in [from, to) of the payload are to be filled, in any order. First all

@@ -368,15 +368,7 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
 /* A PCC_MSG_WRITE: what is unknown, has ended or is on its way to the disk is not reported. */
 void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message);
 
-/* The rest with a session attached. Takes lane and slot, moves the word REQUESTED -> COPYING, sets
- * the outcome, hands out chunks (none for what is to be offered), and has the device part of the
- * request's map pulled. BEGUN follows. Codes of pcc_save_begin; -ENODEV without a volume, or when
- * its file is lost; -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map
- * is not the one exposed last; -PCC_E_OTHER_MEMORY when a proof has failed on a GPU of the map. */
-PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
-/* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
-PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                                           const struct pcc_number *number);
+/* As pcc_tenant_refuse, for what has left the queue, with a session attached. */
 bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
                              const struct pcc_tenant_end *end);
 /* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */

@@ -139,30 +139,6 @@ static uint32_t find(const struct pcc_tenant_queue *queue, uint64_t snapshot)
     return i;
 }
 
-void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message)
-{
-    const uint32_t index = find(&tenant->queue, message->id);
-    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
-    struct pcc_tenant_wait *wait = &tenant->queue.waits[index % PCC_SNAPSHOTS];
-    bool *wanted = NULL;
-
-    if (index < tenant->queue.count && wait->request.level != PCC_LEVEL_DISK) {
-        wanted = &wait->wanted;
-        wait->request.level = PCC_LEVEL_MEMORY; /* it is not deferred any more */
-    } else if (save != NULL && save->save != NULL && !save->aborted &&
-               pcc_save_is_parked(save->save))
-        wanted = &save->wanted;
-    if (wanted == NULL || *wanted)
-        return;
-    *wanted = true;
-    if (save != NULL)
-        pcc_tenant_deferred_want(tenant, save);
-    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_WANTED,
-                                              .session = tenant->session,
-                                              .id = message->id,
-                                              .sequence = save != NULL ? save->sequence : 0});
-}
-
 static void leave(struct pcc_tenant_queue *queue, uint32_t index)
 {
     queue->count--;
@@ -204,7 +180,7 @@ static void drop_abandoned(struct pcc_tenant *tenant)
     }
 }
 
-/* -- entering -- */
+/* -- messages of the client -- */
 
 int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
@@ -251,11 +227,57 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
     return 0;
 }
 
+void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    const uint32_t index = find(&tenant->queue, message->id);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+    struct pcc_tenant_wait *wait = &tenant->queue.waits[index % PCC_SNAPSHOTS];
+    bool *wanted = NULL;
+
+    if (index < tenant->queue.count && wait->request.level != PCC_LEVEL_DISK) {
+        wanted = &wait->wanted;
+        wait->request.level = PCC_LEVEL_MEMORY; /* it is not deferred any more */
+    } else if (save != NULL && save->save != NULL && !save->aborted &&
+               pcc_save_is_parked(save->save))
+        wanted = &save->wanted;
+    if (wanted == NULL || *wanted)
+        return;
+    *wanted = true;
+    if (save != NULL)
+        pcc_tenant_deferred_want(tenant, save);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_WANTED,
+                                              .session = tenant->session,
+                                              .id = message->id,
+                                              .sequence = save != NULL ? save->sequence : 0});
+}
+
+/* -- ends that the queue does not decide -- */
+
 void pcc_tenant_queue_end(struct pcc_tenant *tenant)
 {
     while (tenant->queue.count > 0)
         end(tenant, 0, -ENOTCONN);
     tenant->queue = (struct pcc_tenant_queue){0};
+}
+
+bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                             const struct pcc_tenant_end *end)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
+
+    if (save == NULL ||
+        pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING))
+        return false;
+    /* The outcome first: a client that sees REFUSED finds the reason. */
+    pcc_tenant_outcome(tenant, snapshot, end);
+    const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    save->silent = refused; /* the caller knows how it ended */
+    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+    if (tenant->gpus != NULL)
+        pcc_pull_release_streams(tenant, snapshot);
+    pcc_tenant_wake_client(tenant);
+    return refused;
 }
 
 bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
@@ -269,6 +291,14 @@ bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
     refuse_word(tenant, snapshot, how);
     pcc_tenant_queue_look(tenant);
     return true;
+}
+
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end)
+{
+    PCC_LOCKED(&tenant->lock);
+    pcc_tenant_outcome(tenant, snapshot, end);
+    pcc_tenant_wake_client(tenant);
 }
 
 /* -- saves -- */
@@ -433,7 +463,12 @@ static int save_begin(struct pcc_tenant *tenant, struct pcc_save_request *reques
     return 0;
 }
 
-int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait)
+/* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
+ * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
+ * follows. Codes of pcc_save_begin; -ENODEV without a volume, or when its file is lost;
+ * -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map is not the one
+ * exposed last; -PCC_E_OTHER_MEMORY when a proof has failed on a GPU of the map. */
+static int begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait)
 {
     const uint64_t snapshot = wait->request.snapshot;
     struct pcc_source sources[PCC_SOURCES] = {0};
@@ -471,8 +506,9 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     return 0;
 }
 
-int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                            const struct pcc_number *number)
+/* As pcc_tenant_number, for what has left the queue. */
+static int number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_number *number)
 {
     const uint64_t sequence = number->sequence;
     struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
@@ -494,34 +530,6 @@ int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
     return 0;
 }
 
-bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                             const struct pcc_tenant_end *end)
-{
-    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
-    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
-
-    if (save == NULL ||
-        pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING))
-        return false;
-    /* The outcome first: a client that sees REFUSED finds the reason. */
-    pcc_tenant_outcome(tenant, snapshot, end);
-    const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
-    save->silent = refused; /* the caller knows how it ended */
-    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
-    if (tenant->gpus != NULL)
-        pcc_pull_release_streams(tenant, snapshot);
-    pcc_tenant_wake_client(tenant);
-    return refused;
-}
-
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
-                            const struct pcc_tenant_end *end)
-{
-    PCC_LOCKED(&tenant->lock);
-    pcc_tenant_outcome(tenant, snapshot, end);
-    pcc_tenant_wake_client(tenant);
-}
-
 /* -- the number, and the turn of the first one -- */
 
 int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, const struct pcc_number *number)
@@ -531,7 +539,7 @@ int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, const struct
     PCC_LOCKED(&tenant->lock);
     const uint32_t index = find(&tenant->queue, snapshot);
     if (index == tenant->queue.count)
-        return pcc_tenant_number_begun(tenant, snapshot, number);
+        return number_begun(tenant, snapshot, number);
     tenant->queue.waits[index].number = *number;
     pcc_tenant_queue_look(tenant); /* with its number it may have to be skipped */
     return 0;
@@ -550,7 +558,7 @@ static int try_first(struct pcc_tenant *tenant)
     const struct pcc_tenant_wait *wait = &tenant->queue.waits[0];
     const bool skips = (wait->request.flags & PCC_REQUEST_SKIP) != 0;
     const bool numbered = wait->number.sequence != 0 || tenant->policy.numbers;
-    const int error = tenant->policy.held ? -EBUSY : pcc_tenant_begin(tenant, wait);
+    const int error = tenant->policy.held ? -EBUSY : begin(tenant, wait);
 
     /* A copy is worth more than a step that is on a GPU only. */
     const bool gets_place = error == -PCC_E_NO_LANE && wait->request.level == PCC_LEVEL_MEMORY &&
