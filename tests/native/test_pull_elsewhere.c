@@ -299,12 +299,12 @@ static void *let_go_when_lent(void *argument)
 {
     struct pair *pair = argument;
     struct pcc_tenant *lender = pair->other.f.tenant;
-    uint32_t lends = 0;
+    uint32_t readers = 0;
 
-    while (lends == 0) {
+    while (readers == 0) {
         (void)usleep(100);
         pcc_tenant_lock(lender);
-        lends = lender->pull.lends;
+        readers = lender->pull.readers;
         pcc_tenant_unlock(lender);
     }
     copies_go_on(&pair->dead);

@@ -225,7 +225,7 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
     tenant->pull.distrusted = 0;
-    tenant->pull.last_whole = 0;
+    tenant->pull.whole_at_end = 0;
     PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);

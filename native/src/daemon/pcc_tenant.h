@@ -82,9 +82,9 @@ PCC_MUST_CHECK int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, u
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
  * takes granted chunks back if nothing can still write to them (they are LEFT else), closes its GPU
  * mappings. DETACHED follows as an event. Blocks for the drain, for GPU copies under way, and five
- * seconds at most for the end of a process. A last step on the trainer's GPUs is copied; if that
- * memory cannot be read, from one of the `others`, tenants of ranks that share its state (NULLs are
- * left out): the number of that one, else -1. */
+ * seconds at most for the end of a process. Copies a last step that is on the trainer's GPUs. If
+ * that memory cannot be read, it copies the step from one of the `others`, tenants of ranks of the
+ * job (NULLs are skipped), and returns the index of that one; else -1. */
 int32_t pcc_tenant_detach(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
                           uint32_t count);
 /* Adds segments until the tenant has at least `bytes` of chunks or the budget ends; what it now
@@ -168,8 +168,7 @@ void pcc_tenant_retry(struct pcc_tenant *tenant);
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
                             const struct pcc_tenant_end *end);
 
-/* -- parked saves, of requests of level MEMORY: copied, and not written (pcc_tenant_waiting.c) --
- */
+/* -- parked saves, of level MEMORY: copied, and not written (pcc_tenant_waiting.c) -- */
 
 /* Has the parked save of that sequence written: WRITING, DURABLE and the others follow as for any
  * save, also when its session is over. 0 also when nothing of that sequence is parked. -EBUSY while

@@ -280,7 +280,7 @@ static bool sources_judge(struct pcc_tenant *tenant)
     PCC_LOCKED(&tenant->lock);
     /* Acquire: what was judged was read before the question. */
     const bool answered =
-        PCC_READ_ACQUIRE(&page->life_told) == tenant->pull.life_asked && tenant->pull.lends == 0;
+        PCC_READ_ACQUIRE(&page->life_told) == tenant->pull.life_asked && tenant->pull.readers == 0;
     for (uint32_t i = 0; i < PCC_TENANT_SAVES * PCC_SOURCES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i / PCC_SOURCES];
         struct pcc_source *source = &save->sources[i % PCC_SOURCES];

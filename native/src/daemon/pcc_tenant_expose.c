@@ -79,13 +79,14 @@ void pcc_tenant_lent_put(struct pcc_tenant *lender, struct pcc_tenant_map *lent)
 
 static void map_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
 {
-    if (map->lender != NULL)
+    if (map->lender != NULL) {
         pcc_tenant_lent_put(map->lender, map->lent);
-    else
+    } else {
         imports_close(tenant, map);
-    for (uint32_t i = 0; map->lender == NULL && i < PCC_DEVICES; i++)
-        if (map->gpus[i] != NULL)
-            pcc_gpu_put(map->gpus[i]);
+        for (uint32_t i = 0; i < PCC_DEVICES; i++)
+            if (map->gpus[i] != NULL)
+                pcc_gpu_put(map->gpus[i]);
+    }
     pcc_exposure_free(&map->view);
     free(map);
     PCC_LOCKED(&tenant->lock);
@@ -300,23 +301,25 @@ static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *ma
     return error;
 }
 
+static bool ranges_fit(const struct pcc_tenant_map *map, const struct pcc_exposed_range *ranges,
+                       uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (ranges[i].allocation_offset_bytes + ranges[i].length_bytes >
+            map->imports[ranges[i].allocation]->length_bytes)
+            return false;
+    return true;
+}
+
 /* Nothing is read beyond what the driver says is there, whatever the trainer said. */
 static int lengths_check(const struct pcc_tenant_map *map, char *reason)
 {
     const struct pcc_exposure *head = &map->view.head;
-    bool fit = head->probe_offset_bytes + sizeof(head->probe) <=
-               map->imports[head->probe_allocation]->length_bytes;
+    const bool fit = head->probe_offset_bytes + sizeof(head->probe) <=
+                         map->imports[head->probe_allocation]->length_bytes &&
+                     ranges_fit(map, map->view.ranges, head->range_count) &&
+                     ranges_fit(map, map->view.replica, head->replica_count);
 
-    for (uint32_t i = 0; fit && i < head->range_count; i++) {
-        const struct pcc_exposed_range *range = &map->view.ranges[i];
-        fit = range->allocation_offset_bytes + range->length_bytes <=
-              map->imports[range->allocation]->length_bytes;
-    }
-    for (uint32_t i = 0; fit && i < head->replica_count; i++) {
-        const struct pcc_exposed_range *range = &map->view.replica[i];
-        fit = range->allocation_offset_bytes + range->length_bytes <=
-              map->imports[range->allocation]->length_bytes;
-    }
     if (!fit)
         say(reason, "an allocation is shorter here than the trainer says");
     return fit ? 0 : -PCC_E_BAD_HANDLE;

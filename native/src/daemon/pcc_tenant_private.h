@@ -116,8 +116,8 @@ struct pcc_tenant_map { /* one exposure, opened */
     uint32_t proven;  /* bits: GPUs whose part is the trainer's, for all snapshots to come */
     uint32_t holders; /* being the one exposed last, and each save that is pulled through it */
     bool left_behind;
-    struct pcc_tenant *lender;   /* whose memory this is, through `lent`, which is held; or NULL */
-    struct pcc_tenant_map *lent; /* has gpus and imports */
+    struct pcc_tenant *lender;   /* the other rank whose memory this is; NULL: it is the tenant's */
+    struct pcc_tenant_map *lent; /* the lender's map, held: it has gpus and imports */
     struct pcc_tenant_map *next;
 };
 
@@ -155,10 +155,10 @@ struct pcc_tenant_pull {
     uint64_t mapped_ns; /* until then there was one */
     struct pcc_tenant_proof proof;
     uint32_t distrusted; /* bits: GPUs that are not pulled any more in this session */
-    /* The checkpoint that the GPUs of this session held when its process had ended, whose memory
-     * nothing changes any more; 0: none. */
-    uint64_t last_whole;
-    uint32_t lends; /* to other ranks: until they have read it, nothing is judged */
+    /* The sequence that the GPUs of this session held when its process had ended: nothing changes
+     * that memory any more. 0: none. */
+    uint64_t whole_at_end;
+    uint32_t readers; /* other ranks that read this memory just now: nothing is judged meanwhile */
 };
 
 struct pcc_tenant_binding {
@@ -390,8 +390,8 @@ bool pcc_tenant_deferred_look(struct pcc_tenant *tenant);
 bool pcc_tenant_deferred_yield(struct pcc_tenant *tenant, const struct pcc_request *request);
 /* With the lock held: its owner wants it on the disk, so it is pulled now. */
 void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
-/* Without locks, the drain thread has ended: the last step of a trainer whose process has ended. As
- * pcc_tenant_detach. */
+/* Without locks, once the drain thread has ended: pulls the last step of a trainer whose process
+ * has ended, or whose GPU has failed. As pcc_tenant_detach. */
 int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
                              uint32_t count);
 
@@ -434,7 +434,7 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
-/* Without locks: another tenant has no use any more for a map of this one. */
+/* Without locks: another tenant does not hold this map of the lender any more. */
 void pcc_tenant_lent_put(struct pcc_tenant *lender, struct pcc_tenant_map *lent);
 
 /* -- pcc_tenant_prove.c -- */
@@ -447,19 +447,21 @@ void pcc_tenant_proof_drop(struct pcc_tenant *tenant);
 /* -- pcc_source_pull.c; with the lock held, a session attached -- */
 /* The word of the snapshot is final: the streams of all GPUs may continue. */
 void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
-/* What the words of a deferred save say: whether its GPUs hold all of it now. BROKEN: they may hold
- * anything. */
+/* What the words of a deferred save say: whether its GPUs hold all of it now. BROKEN: the driver
+ * has reported an error, and they may hold anything. */
 enum pcc_pull_words { PCC_PULL_NOT_READY, PCC_PULL_WHOLE, PCC_PULL_WITHDRAWN, PCC_PULL_BROKEN };
 enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
                                    const struct pcc_tenant_save *save);
 /* A deferred save is pulled like any other from now on. */
 void pcc_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
-/* A deferred save is to be pulled through this map, in place of its own. */
+/* A deferred save is to be pulled through this map, in place of its own. -ENOMEM. */
 PCC_MUST_CHECK int pcc_pull_through(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                                     struct pcc_tenant_map *map);
-/* The drain thread has ended, too: pulls a deferred save, with the lock released meanwhile, for
- * `limit_ns` at most. True: it counts if the memory was WHOLE all the time (pcc_pull_accept). */
+/* Once the drain thread has ended: pulls a deferred save, for `limit_ns` at most, and releases the
+ * lock meanwhile. True: all is read. */
 PCC_MUST_CHECK bool pcc_pull_all(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+/* After pcc_pull_all, and if the memory was WHOLE all the time: what was read counts. True: the
+ * save is copied. */
 PCC_MUST_CHECK bool pcc_pull_accept(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_source_push.c; with the lock held -- */

@@ -1,7 +1,8 @@
-/* Saves that wait. A deferred one, of level DEVICE: its device part is on the GPUs until it is
- * wanted or withdrawn, or its trainer has died. Then that memory is read; or, of state that several
- * ranks have, that of another rank with the same step on its GPUs. A parked one is in chunks, until
- * the loop has it written, or drops it. */
+/* Saves that wait. The device part of a deferred save (level DEVICE) stays on the GPUs until the
+ * client wants it on the disk, a stream withdraws it, or the trainer dies. After a death the daemon
+ * reads that memory. If it cannot, it reads the memory of another rank that shares the state and
+ * has the same step on its GPUs. A parked save stays in chunks until the loop has it written, or
+ * drops it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -97,10 +98,10 @@ void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save 
         pcc_pull_start(tenant, save);
 }
 
-/* -- the last step of a dead trainer; the caller holds the lock, where nothing else is said -- */
+/* -- the last step of a dead trainer; with the lock held unless a comment says otherwise -- */
 
-/* How many of the samples that the dead trainer's streams took are in the memory of this map, or an
- * error: one is not, or the memory cannot be read. Without locks. */
+/* Without locks: how many samples of the dead trainer's streams lie in this map's memory, which has
+ * the same bytes there. -PCC_E_OTHER_BYTES when it has others; codes of pcc_gpu_read. */
 static int samples_read(const struct pcc_page_view *view, uint64_t snapshot,
                         const struct pcc_tenant_map *map)
 {
@@ -130,37 +131,29 @@ static int samples_read(const struct pcc_page_view *view, uint64_t snapshot,
     return found;
 }
 
-/* Of a trainer's memory, which the save still holds. Releases the lock meanwhile. */
-static int samples_check(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
-                         struct pcc_tenant_map *map)
+/* Pulls the save through its own map, which the caller holds. Releases the lock meanwhile. 0: the
+ * save is copied. */
+static int pull_own(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                    const struct pcc_tenant_map *mine)
 {
     const uint64_t snapshot = save->snapshot;
 
-    map->holders++;
     pcc_tenant_unlock(tenant);
-    const int found = samples_read(&tenant->view, snapshot, map);
+    const int found = samples_read(&tenant->view, snapshot, mine);
     pcc_tenant_lock(tenant);
-    pcc_tenant_map_put(tenant, map);
-    return found;
-}
-
-/* From its own memory, if that can be read and is what the trainer had there: 0. */
-static int pull_own(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
-{
-    const int found = samples_check(tenant, save, save->sources[0].map);
-
     if (found < 0)
         return found;
-    /* A child of the process that has its files open may have kept its streams going: its words
-     * count after the copy, too. */
+    /* The words count after the copy, too: a child of the process may have its files open, and so
+     * have kept its streams going. */
     return is_deferred(tenant, save) && pcc_pull_all(tenant, save) &&
                    pcc_pull_words(tenant, save) == PCC_PULL_WHOLE && pcc_pull_accept(tenant, save)
                ? 0
                : -PCC_E_ABORTED;
 }
 
-/* Its save of this checkpoint, if its GPUs hold all of it now; NULL. A client that lets go of it
- * says so in the word before the memory changes; one that has it copied waits for the daemon. */
+/* The tenant's save of this checkpoint, if its GPUs hold all of it now; NULL. A client that gives
+ * it up moves its word before the memory changes. A client that has it copied waits for the daemon
+ * before the memory changes. */
 static struct pcc_tenant_save *whole_find(struct pcc_tenant *tenant, uint64_t sequence)
 {
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
@@ -175,38 +168,41 @@ static struct pcc_tenant_save *whole_find(struct pcc_tenant *tenant, uint64_t se
     return NULL;
 }
 
-/* Without locks: the memory of a rank that has this checkpoint whole, held until lend_end; or NULL.
- * Meanwhile nothing of that rank is judged, so that its client does not let its streams go on. */
-static struct pcc_tenant_map *lend(struct pcc_tenant *lender, uint64_t sequence)
+/* Without locks: the memory of a rank that has this checkpoint whole; NULL. The caller holds it,
+ * and ends with pcc_tenant_lent_put. Until lend_end nothing of that rank is judged, so its client
+ * does not let its streams continue. */
+static struct pcc_tenant_map *lend_begin(struct pcc_tenant *lender, uint64_t sequence)
 {
     PCC_LOCKED(&lender->lock);
     const struct pcc_tenant_save *save = whole_find(lender, sequence);
+    /* A save that has been read does not hold its map any more. */
     if (save == NULL || (!save->sources[0].deferred && save->sources[0].users == 0))
         return NULL;
     struct pcc_tenant_map *map = save->sources[0].map;
     if ((map->view.devices & ~map->proven) != 0)
         return NULL;
     map->holders++;
-    lender->pull.lends++;
+    lender->pull.readers++;
     return map;
 }
 
 static void lend_end(struct pcc_tenant *lender)
 {
     PCC_LOCKED(&lender->lock);
-    if (--lender->pull.lends == 0 && lender->attached)
+    if (--lender->pull.readers == 0 && lender->attached)
         pcc_bell_ring(&lender->view.page->daemon_bell);
 }
 
-/* Without locks: nothing has changed it since. Once its process has ended, nothing will. */
-static bool is_whole(struct pcc_tenant *lender, uint64_t sequence)
+/* Without locks, before lend_end: nothing has changed that memory since lend_begin. Nothing can
+ * change it once the process has ended with all of it. */
+static bool is_still_whole(struct pcc_tenant *lender, uint64_t sequence)
 {
     PCC_LOCKED(&lender->lock);
-    return whole_find(lender, sequence) != NULL || lender->pull.last_whole == sequence;
+    return whole_find(lender, sequence) != NULL || lender->pull.whole_at_end == sequence;
 }
 
-/* Without the lock: a map of the save's payload through the memory that another rank lends. It has
- * one holder, and holds `lent`, also if it fails. */
+/* Without locks: a map of the payload of `mine` that leads to the memory of the lender. The caller
+ * holds the map, the map holds `lent`; after an error nobody does. */
 static int borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
                   struct pcc_tenant *lender, struct pcc_tenant_map *lent,
                   struct pcc_tenant_map **out)
@@ -233,7 +229,8 @@ static int borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
     return 0;
 }
 
-/* Pulls the save through the memory that another rank lends. Releases the lock meanwhile. */
+/* Pulls the save out of the lender's memory. Releases the lock meanwhile. True: all is read, and
+ * counts. */
 static bool pull_lent(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                       const struct pcc_tenant_map *mine, struct pcc_tenant *lender,
                       struct pcc_tenant_map *lent)
@@ -249,21 +246,23 @@ static bool pull_lent(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     fits = fits && is_deferred(tenant, save) && pcc_pull_through(tenant, save, map) == 0 &&
            pcc_pull_all(tenant, save);
     pcc_tenant_unlock(tenant);
-    /* If it has died meanwhile, the driver may not have kept its memory. */
-    fits = fits && is_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
+    /* The samples again: the driver may not have kept the memory of a lender that has died. */
+    fits =
+        fits && is_still_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
     pcc_tenant_lock(tenant);
     pcc_tenant_map_put(tenant, map);
     return fits;
 }
 
-/* Releases the lock meanwhile. `mine` is the save's own map, held by the caller; it is not read. */
+/* `mine`: the save's own map, held by the caller; its memory is not read. Releases the lock
+ * meanwhile. True: the save is copied. */
 static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                       const struct pcc_tenant_map *mine, struct pcc_tenant *lender)
 {
     const uint64_t sequence = save->sequence;
 
     pcc_tenant_unlock(tenant);
-    struct pcc_tenant_map *lent = lend(lender, sequence);
+    struct pcc_tenant_map *lent = lend_begin(lender, sequence);
     pcc_tenant_lock(tenant);
     if (lent == NULL)
         return false;
@@ -274,7 +273,9 @@ static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     return pulled && pcc_pull_accept(tenant, save);
 }
 
-/* From its own memory, or that of another rank, whose number goes to *lender_out: 0. */
+/* Pulls the save out of its own memory. If that cannot be read, pulls it out of the memory of the
+ * first of the `others` that has it, whose index goes to *lender_out. Releases the lock meanwhile.
+ * 0: the save is copied. */
 static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                        struct pcc_tenant *const *others, uint32_t count, int32_t *lender_out)
 {
@@ -286,8 +287,8 @@ static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
         return error;
     mine->holders++;
     if (words == PCC_PULL_WHOLE) {
-        tenant->pull.last_whole = save->sequence;
-        error = pull_own(tenant, save);
+        tenant->pull.whole_at_end = save->sequence;
+        error = pull_own(tenant, save, mine);
     }
     for (uint32_t i = 0; error != 0 && i < count && is_deferred(tenant, save); i++) {
         if (others[i] == NULL || !pull_from(tenant, save, mine, others[i]))
@@ -310,11 +311,11 @@ int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const
     const bool broken = newest != NULL && pcc_pull_words(tenant, newest) == PCC_PULL_BROKEN;
     pcc_tenant_unlock(tenant);
     /* The kernel closes a socket before the GPU's files of the same process. While those are open,
-     * its streams may go on, and write words. */
+     * its streams may continue, and write words. Those of a broken GPU are not read. */
     if (!any || (!broken && !pcc_process_ended(tenant->trainer_fd, PROCESS_END_MS)))
         return -1;
     PCC_LOCKED(&tenant->lock);
-    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) /* what cannot become whole any more */
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) /* these cannot become whole any more */
         if (tenant->saves[i].session == tenant->session && !is_deferred(tenant, &tenant->saves[i]))
             pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);
     while ((newest = deferred_find(tenant, true)) != NULL) {
@@ -323,7 +324,7 @@ int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const
         if (error == 0)
             return lender; /* older ones were withdrawn before it was ready */
         pcc_tenant_abort(tenant, newest, error);
-        if (broken) /* older ones are in the same memory, and its process may not have ended */
+        if (broken) /* older ones lie in the same memory, and the process may not have ended */
             return -1;
     }
     return -1;

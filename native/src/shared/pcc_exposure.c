@@ -130,7 +130,7 @@ static const char *check_ranges(struct pcc_exposure_view *view)
     return chunks == view->head.device_bytes / view->chunk_bytes ? NULL : "a chunk is empty";
 }
 
-/* Words of a snapshot are written on GPUs that have a part of it: a replica lies on these only. */
+/* A replica lies on GPUs that have a part of the payload: only they have words of a snapshot. */
 static const char *check_replica(const struct pcc_exposure_view *view)
 {
     uint64_t end = 0;
@@ -186,7 +186,7 @@ static const char *check_handles(struct pcc_exposure_view *view)
     return NULL;
 }
 
-/* A copy of the next table; the bytes behind it. NULL: there is no memory. */
+/* A copy of the table at *at, which moves behind the table. NULL: there is no memory. */
 static void *table_take(const uint8_t **at, size_t count, size_t item_bytes)
 {
     void *table = calloc(count > 0 ? count : 1, item_bytes);
@@ -289,7 +289,7 @@ const struct pcc_exposed_range *pcc_exposure_at(const struct pcc_exposure_view *
     return range_find(view->ranges, view->head.range_count, offset_bytes);
 }
 
-/* Where another rank has the share: one range more, or several. False when it has not all of it. */
+/* Adds the ranges where another rank has the share. False when that rank has not all of it. */
 static bool share_find(const struct pcc_exposed_share *share, const struct pcc_exposure_view *other,
                        struct pcc_exposure_view *out)
 {

@@ -8,7 +8,7 @@ struct pcc_exposure_view {
     struct pcc_exposure head;
     struct pcc_exposed_allocation *allocations;
     struct pcc_exposed_range *ranges;
-    struct pcc_exposed_range *replica; /* ascending, and without overlaps, as the ranges */
+    struct pcc_exposed_range *replica;
     struct pcc_exposed_share *shares;
     uint32_t *by_handle;          /* numbers of allocations, their handles ascending */
     uint32_t chunk_bytes;         /* of the tenant it was checked for */
@@ -24,8 +24,9 @@ PCC_MUST_CHECK int pcc_exposure_parse(const void *bytes, uint64_t length_bytes,
                                       uint32_t chunk_bytes, struct pcc_exposure_view *out,
                                       const char **why_out);
 void pcc_exposure_free(struct pcc_exposure_view *view); /* a zeroed one, too */
-/* The same payload as `mine`, as far as it is shares, read from the allocations of another rank.
- * -ENOENT when that one does not have all of it, or has it otherwise; -ENOMEM. */
+/* A view of the payload of `mine` whose ranges lie in the allocations of another rank: all shares
+ * of `mine`, as the replica of `other` has them. -ENOENT when `other` has not all of them, or when
+ * a chunk would be empty or of two devices; -ENOMEM. */
 PCC_MUST_CHECK int pcc_exposure_elsewhere(const struct pcc_exposure_view *mine,
                                           const struct pcc_exposure_view *other,
                                           struct pcc_exposure_view *out);

@@ -77,9 +77,9 @@ int pcc_proof_choose(const struct pcc_exposure_view *view, uint32_t device, cons
         return -ENOMEM;
     }
     for (uint32_t i = 0; i < view->head.range_count + view->head.replica_count; i++) {
-        const uint32_t behind = i - view->head.range_count;
-        const struct pcc_exposed_range *range =
-            i < view->head.range_count ? &view->ranges[i] : &view->replica[behind];
+        const struct pcc_exposed_range *range = i < view->head.range_count
+                                                    ? &view->ranges[i]
+                                                    : &view->replica[i - view->head.range_count];
         if (view->allocations[range->allocation].device == device && !known[range->allocation])
             range_add(view, range, &places[first[range->allocation]], &dice);
     }

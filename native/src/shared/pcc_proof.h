@@ -1,11 +1,12 @@
 /* Which blocks of an exposure the client has to show (struct pcc_proof): one at a random place in
- * what the snapshot reads of each allocation, and of each piece of a run. Numbers only. */
+ * what the daemon reads of each allocation, and of each piece of a run, for this rank or, in a
+ * replica, for another one. Numbers only. */
 #pragma once
 
 #include "shared/pcc_exposure.h"
 
 struct pcc_proof_place {
-    uint64_t read_bytes;   /* by the snapshot, of this allocation or piece */
+    uint64_t read_bytes;   /* of this allocation or piece */
     uint64_t offset_bytes; /* of the block, in the allocation */
     uint32_t allocation;
     uint32_t length_bytes; /* of the block, up to PCC_PROOF_BYTES */

@@ -106,7 +106,7 @@ _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot")
  *     the memory. So a part may be read while withdrawn < snapshot <= ready, and what was read
  *     counts only if it still is so afterwards
  *   broken: the client -> daemon, of level DEVICE: the driver has reported an error, so the memory
- *     may hold anything, and is not read; another rank's may be (struct pcc_exposed_share)
+ *     may hold anything, and is not read. The memory of another rank may be (pcc_exposed_share)
  * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
  * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
  * one must not release another. */
@@ -318,12 +318,11 @@ struct pcc_grant {
  * parts of a chunk that no range fills are zeros. Payload [0, device_bytes), a multiple of the
  * chunk size, is the daemon's to fill, what follows is the client's.
  *
- * Ranks that divide replicated state have all of it. So each may say where the whole of it lies, in
- * a space that is the same on these ranks (the replica; `replica_id` names it), and which part of
- * its own payload is which part of that (its shares, which are all that its ranges hold). When the
- * memory of a dead rank cannot be read, its part is read from another rank's
- * (pcc_tenant_waiting.c).
- */
+ * Ranks that divide replicated state have all of it. The replica is a space in which each tensor
+ * has the same place on all these ranks; `replica_id` names it. Ranges of the replica say where
+ * this rank has the bytes of that space. Shares say which bytes of this payload are which bytes of
+ * the replica; a payload with shares holds nothing else. When the memory of a dead rank cannot be
+ * read, its shares are read from the memory of another rank (pcc_tenant_waiting.c). */
 #define PCC_EXPOSURE_MAGIC 0x3350584547434350ull /* "PCCGEXP3" */
 #define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
 #define PCC_EXPOSED_RANGES_MAX 262144u
@@ -352,7 +351,7 @@ struct pcc_exposure {
     uint64_t probe_offset_bytes;
     uint8_t probe[16];
     uint64_t replica_id;    /* 0: there is no replica */
-    uint32_t replica_count; /* of ranges of the replica, whose offsets are within it */
+    uint32_t replica_count; /* ranges of the replica */
     uint32_t share_count;
 };
 _Static_assert(sizeof(struct pcc_exposure) == 72, "exposure");
