@@ -144,10 +144,12 @@ static void pair_close(struct pair *pair)
     struct pull *q = &pair->other;
 
     ends_close(&pair->dead.f);
-    if (q->f.tenant->attached)
+    if (q->f.tenant->attached) {
+        atomic_store(withdrawn_of(q), 1); /* else detach waits for the end of its process */
         detach(&q->f);
-    else
+    } else {
         ends_close(&q->f);
+    }
     trainer_kill(&q->trainer);
     mappings_gone(q);
     fixture_close(&q->f);
