@@ -88,8 +88,9 @@ class Port:
 
     async def detach(self, others: Sequence[Port] = ()) -> Port | None:
         """Returns when every copy of the session is complete or aborted. The event that ends an
-        aborted one may come later, when its writes are done. If the last step could not be read
-        from the trainer's GPU: the one of `others`, of ranks of its job, that had it, too."""
+        aborted one may come later, when its writes are done. When the last step could not be read
+        from the trainer's GPU: the port of `others`, ranks of the job, from whose GPU it was read.
+        """
         if not self.attached:
             return None
         lenders = [other.native for other in others]

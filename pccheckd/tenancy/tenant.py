@@ -132,8 +132,8 @@ class Tenant:
         self, session: int, others: Collection[Tenant] = (), *, give_way: bool = False
     ) -> None:
         """The trainer has ended: copied checkpoints continue, the others fail. `others`: the ranks
-        of the job here, whose GPUs may hold what this trainer's do not give any more. `give_way`:
-        the tenant returns its memory before the trainer can attach again."""
+        of the job here; from their GPUs a last step is read that this trainer's GPUs do not give
+        any more. `give_way`: the tenant returns its memory before the trainer can attach again."""
         if self.seat.owner is None or self.seat.owner.session != session:
             return
         self.ledger.trainer_ended()
@@ -148,13 +148,16 @@ class Tenant:
                 self.seat.free()
 
     async def _detach(self, port: Port, others: Collection[Tenant]) -> None:
-        found = [(one.key, one.binding.port) for one in others if one is not self]
-        ports = {other: key for key, other in found if other is not None}
-        lender = await port.detach(list(ports))
+        keys = {
+            other: one.key
+            for one in others
+            if one is not self and (other := one.binding.port) is not None
+        }
+        lender = await port.detach(list(keys))
         if lender is not None:
             LOG.info(
                 "%s: the last step could not be read from its own GPU memory, and was read from "
-                "that of rank %d", self.key, ports[lender].rank,
+                "that of rank %d", self.key, keys[lender].rank,
             )  # fmt: skip
 
     async def rest(self) -> None:
