@@ -355,8 +355,8 @@ class Tenant:
         """The page's descriptor, the caller's. `pid`: the trainer as named here, 0 = unknown."""
 
     def detach(self, others: Sequence[Tenant]) -> int | None:
-        """Blocks for the drain. Returns which of the `others`, ranks that share the state, had the
-        last step that its own GPU memory did not give any more."""
+        """Blocks for the drain. When the last step could not be read from the trainer's own GPU
+        memory: the index of the one of `others`, ranks of the job, from whose it was read."""
 
     def grow(self, bytes: int, /) -> int: ...  # the bytes that it has now
     def shrink(self, bytes: int, /) -> tuple[int, int, int]:
@@ -558,7 +558,7 @@ class Client:
     def write(self, snapshot: int, /) -> bool:
         """A snapshot of level memory, from its request on, is wanted on the disk: the daemon gets a
         "wanted" event, once. Nothing happens when it has ended or is being written. False: its GPU
-        has failed, and the daemon looks for it with the other ranks when this process has ended."""
+        has failed, and the daemon looks for it with other ranks once this session has ended."""
 
     def abandon(self, snapshot: int, /) -> bool: ...
     def state(self, snapshot: int, /) -> ClientState | None: ...

@@ -492,18 +492,18 @@ static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"device_ranges", "device_bytes", "known", "replica_id",
                             "replica",       "shares",       NULL};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
-    struct pcc_py_ranges whole PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges replicated PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     struct pcc_py_ranges shares PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     struct pcc_client_replica replica = {0};
     uint64_t device_bytes;
     int known = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|pO&O&O&:expose", names,
                                      pcc_py_device_ranges, &ranges, pcc_py_u64, &device_bytes,
-                                     &known, pcc_py_u64, &replica.id, pcc_py_device_ranges, &whole,
-                                     pcc_py_ranges, &shares))
+                                     &known, pcc_py_u64, &replica.id, pcc_py_device_ranges,
+                                     &replicated, pcc_py_ranges, &shares))
         return NULL;
-    replica.ranges = whole.device_items;
-    replica.range_count = whole.count;
+    replica.ranges = replicated.device_items;
+    replica.range_count = replicated.count;
     replica.shares = shares.items;
     replica.share_count = shares.count;
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;

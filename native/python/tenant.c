@@ -258,10 +258,10 @@ static PyObject *tenant_attach(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
 
-/* Tenants that a call borrows, from a sequence. */
+/* The tenants of a sequence, entered for one call. */
 struct lenders {
     PyObject *tuple;
-    struct pcc_tenant **handles; /* NULL: that one is closed */
+    struct pcc_tenant **handles; /* NULL: that tenant is closed */
     Py_ssize_t count;
 };
 

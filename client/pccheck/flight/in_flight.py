@@ -143,7 +143,7 @@ class InFlight:
         self.on_device = False  #: its device part stays there until it is wanted or withdrawn
         self.in_memory = False  #: it is written only when it is wanted on the disk ...
         self.is_wanted = False  #: ... which somebody has said
-        self.is_left = False  #: its GPU has failed: perhaps the daemon finds it with another rank
+        self.is_broken = False  #: its GPU has failed: the daemon looks for it with other ranks
         self.noted = Phase.REQUESTED  #: what the training thread has taken note of
         #: None: it never reached a daemon, or the client has closed.
         self.connection = connection
@@ -214,8 +214,8 @@ class InFlight:
         self.is_wanted = True
         if self.in_memory and self.phase in GOING:
             with contextlib.suppress(ValueError, OSError):  # closed
-                self.is_left = not self.native.write(self.snapshot)
-                if self.is_left:
+                self.is_broken = not self.native.write(self.snapshot)
+                if self.is_broken:
                     self.fail(in_words(_BROKEN), reported=False)
 
     def standing(self) -> InFlight:

@@ -119,7 +119,7 @@ class Exposure:
         self._map = 0
         self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
         self._replica = Replica()  # what is exposed for other ranks
-        self.lends = True  #: False when not all of that memory can be shared
+        self.exposes_replica = True  #: False once not all of that memory could be shared
         self._kept: list[object] = []  # the memory that is exposed
         #: Addresses of memory that cannot be shared: it is laid out apart, and pushed.
         self.pushed: frozenset[int] = frozenset()
@@ -147,9 +147,11 @@ class Exposure:
             pulls = self._chosen().transfer == PULL
             if pulls and not ranges:
                 pulls = self._refused(_OBSTACLES["BAD_HANDLE"], may_pass=False)
-            fits = pulls and self._has(part, ranges) and connection.native.exposure_holds()
+            replica = part.replica if self.exposes_replica else Replica()
+            same = (ranges, replica) == (self._ranges, self._replica)
+            fits = pulls and same and connection.native.exposure_holds()
             if pulls and not (fits or queued):
-                fits = self._expose(part, ranges)
+                fits = self._expose(part, ranges, replica)
             if not (fits or queued) and self._kept:
                 self._withdraw()
         except NativeError as error:
@@ -203,18 +205,9 @@ class Exposure:
             if reason and not self._lacks:
                 self._lacks = f"GPU {device}: {reason}"
 
-    def _has(self, part: DevicePart, ranges: bytes) -> bool:
-        """Whether just this is exposed, but for changes of the memory behind it."""
-        replica = part.replica if self.lends else Replica()
-        mine = self._replica
-        return (ranges, replica.name, replica.ranges, replica.shares) == (
-            self._ranges, mine.name, mine.ranges, mine.shares
-        )  # fmt: skip
-
-    def _expose(self, part: DevicePart, ranges: bytes) -> bool:
+    def _expose(self, part: DevicePart, ranges: bytes, replica: Replica) -> bool:
         """False when it was refused, here or by the daemon."""
         self._ranges = b""
-        replica = part.replica if self.lends else Replica()
         before, self._kept = self._kept, [self._kept, part]
         try:
             _with_room(lambda: self._send(ranges, part.pulled_bytes, replica), part)
@@ -226,9 +219,9 @@ class Exposure:
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
             self._kept = before  # the earlier exposure stays
-            if code in _OBSTACLES and replica.name:
-                self.lends = False  # perhaps it is only what other ranks store
-                return self._expose(part, ranges)
+            if code in _OBSTACLES and replica.id:
+                self.exposes_replica = False  # perhaps it is memory that other ranks store
+                return self._expose(part, ranges, Replica())
             if code == "BAD_HANDLE" and self._set_apart(ranges):
                 self._offer = Decision(PUSH, _APART, may_pass=True)
                 return False  # the next checkpoint is laid out for it
@@ -262,7 +255,7 @@ class Exposure:
 
     def _send(self, ranges: bytes, nbytes: int, replica: Replica) -> None:
         data = self.connection.native.expose(
-            ranges, nbytes, self._mapped, replica.name, replica.ranges, replica.shares
+            ranges, nbytes, self._mapped, replica.id, replica.ranges, replica.shares
         )
         self._mapped = False
         self._map += 1

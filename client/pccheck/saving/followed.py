@@ -131,9 +131,9 @@ class Followed:
         self._recent.clear()
         self._open = [save for save in self._open if save.state in NOT_SAVED][-SNAPSHOTS:]
 
-    def leaves_one(self) -> bool:
-        """Whether the daemon looks for one with the other ranks, once this session has ended."""
-        return any(save.is_left for save in self._recent.values())
+    def has_broken(self) -> bool:
+        """Whether the daemon looks for one with other ranks, once this session has ended."""
+        return any(save.is_broken for save in self._recent.values())
 
     def note_saved(self, found: Durable | None) -> None:
         """It is durable on all ranks; `flush` returns the newest one."""

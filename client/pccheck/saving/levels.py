@@ -33,7 +33,7 @@ class Levels:
         self._every = options.writes_every
         self._warner = warner
         self._since = 0  # checkpoints since the last one for the disk
-        self.leaves_on_device = False  #: has one of them been for level "device"
+        self.uses_device = False  #: one checkpoint at least was for level "device"
         #: Bit n: level n has checkpoints of its own. Without those for the disk ("auto") the daemon
         #: gives an idle disk what is in memory.
         self.used = (1 << LEVEL_MEMORY if self._every > 1 else 0) | (
@@ -50,7 +50,7 @@ class Levels:
             )
         if to == "device":  # between the copied ones; if it is pulled, it becomes one in memory
             self.used |= 1 << LEVEL_MEMORY
-            self.leaves_on_device = True
+            self.uses_device = True
             return LEVEL_DEVICE
         self._since += 1
         level = LEVEL_DISK if self._since >= self._every else LEVEL_MEMORY

@@ -186,8 +186,8 @@ class Saver:
     @property
     def replica(self) -> bool:
         """See `Shape.replica`."""
-        lends = self._exposure is None or self._exposure.lends
-        return self.levels.leaves_on_device and lends
+        exposes = self._exposure is None or self._exposure.exposes_replica
+        return self.levels.uses_device and exposes
 
     def exposes(self, connection: Connection) -> bool:
         """Whether the daemon was already asked to map the GPU memory, or refused to."""
@@ -311,8 +311,8 @@ class Saver:
 
     def drain(self, limit_s: float) -> bool:
         """Waits until everything in flight is durable, superseded or has failed. Returns whether
-        all of it has, for the daemon, too. What is copied is then the daemon's, and has not
-        failed."""
+        all of it has, and the daemon has to look for nothing with other ranks. What is copied is
+        then the daemon's, and has not failed."""
         self.failures.end()
         self.flush(limit_s, everywhere=False)
         late = self.followed.going()
@@ -323,7 +323,7 @@ class Saver:
             save.hand_over()
         if self._session.current() is not None:
             self.followed.explain_all()
-        return not (late or self.followed.leaves_one())
+        return not (late or self.followed.has_broken())
 
     def _warn_of_late(self, lost: list[InFlight], copied: list[InFlight]) -> None:
         told = []

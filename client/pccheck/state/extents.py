@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     world_size: int = 0  # of replicated state: shared views are divided among this many ranks ...
     first: int = 0  # ... and the first of them has this number in the job
     pushed: frozenset[int] = frozenset()  # addresses of GPU memory that the daemon cannot map
-    replica: bool = False  # the whole replicated state is exposed, for other ranks
+    replica: bool = False  # all replicated state is exposed, for other ranks
 
 
 IN_PLACE = Shape()
@@ -98,13 +98,14 @@ def unpack_device(packed: bytes) -> Iterator[tuple[Range, int]]:
 
 @dataclass(slots=True)
 class Replica:
-    """Replicated state on GPUs, in a space that is the same on all ranks that divide it. So the
-    daemon finds there what a rank left on its GPU, when that GPU cannot be read any more."""
+    """Replicated state on GPUs, in a space where it has the same places on all ranks that divide
+    it. When the GPU of a rank cannot be read any more, the daemon reads the rank's shares from the
+    GPU of another rank."""
 
-    name: int = 0  # of that space; 0: this rank exposes no replica
+    id: int = 0  # of that space; 0: this rank exposes no replica
     ranges: bytes = b""  # packed device ranges; offsets are within that space
     shares: bytes = b""  # packed ranges of this rank's payload; addresses are within that space
-    owners: list[object] = field(default_factory=list)  # keep the memory
+    owners: list[object] = field(default_factory=list, compare=False)  # keep the memory
 
 
 @dataclass(slots=True)
@@ -196,8 +197,8 @@ class Layout:
     end: int = 0
     frozen: int = 0  # bytes of frozen extents
     division: int = 0  # the same on ranks that divide the same among them; 0: nothing is divided
-    whole: list[tuple[_Group, int]] = field(default_factory=list)  # what is divided, and its places
-    whole_name: int = 0  # of these places; see Replica
+    divided: list[tuple[_Group, int]] = field(default_factory=list)  # with places in the replica
+    replica_id: int = 0  # see Replica
 
     @property
     def is_small(self) -> bool:
@@ -274,14 +275,14 @@ def _divide(
         # With the paths: tensors of one size, in another order, would be mixed up by `parts.merge`.
         alike = [(view.path, view.nbytes) for view in group.views]
         digest.update(f"{group.nbytes} {alike} ".encode())
-        layout.whole.append((group, at))
+        layout.divided.append((group, at))
         at = aligned(at + group.nbytes)
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, shape.first + owner)
     layout.division = int.from_bytes(digest.digest()) if shared else 0
     digest.update(str(shape.first).encode())  # other shards of the same sizes are other bytes
-    layout.whole_name = int.from_bytes(digest.digest()) if shared else 0
+    layout.replica_id = int.from_bytes(digest.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
         for device, some in groups.items()
@@ -314,8 +315,9 @@ def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Sha
 def _replica(
     layout: Layout, mine: dict[int, list[_Group]], sections: list[Section], shape: Shape
 ) -> Replica | None:
-    """None when this rank has something on its GPUs that no other rank has, or that is staged."""
-    places = {group.first: at for group, at in layout.whole}
+    """None when this rank stores something from its GPUs that no other rank has, or that is
+    staged."""
+    places = {group.first: at for group, at in layout.divided}
     own = [group for some in mine.values() for group in some]
     if any(one.staged or one.aside for one in sections) or any(
         group.first not in places for group in own
@@ -329,15 +331,15 @@ def _replica(
         if item.nbytes
     ]
     devices = {section.device for section in sections}  # those whose streams say when it changes
-    whole = [
+    placed = [
         (group.views, Range(group.views[0].address, at, group.nbytes))
-        for group, at in layout.whole
+        for group, at in layout.divided
         if group.views[0].device in devices and group.nbytes and not group.volatile
         and group.views[0].address not in shape.pushed
     ]  # fmt: skip
-    ranges = b"".join(pack_device([place], views[0].device) for views, place in whole)
-    owners = [view.owner for views, _ in whole for view in views]
-    return Replica(layout.whole_name, ranges, pack(shares), owners)
+    ranges = b"".join(pack_device([place], views[0].device) for views, place in placed)
+    owners = [view.owner for views, _ in placed for view in views]
+    return Replica(layout.replica_id, ranges, pack(shares), owners)
 
 
 def _section(layout: Layout, device: int, groups: list[_Group], shape: Shape) -> Section:

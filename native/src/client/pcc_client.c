@@ -265,7 +265,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->fault = 0;
     job->offers = 0;
     job->pulled = job->pushed = job->held = 0;
-    job->deferred = job->withdrawn = job->left = false;
+    job->deferred = job->withdrawn = job->broken = false;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_job_device *part = &job->devices[i];
         *part = (struct pcc_job_device){

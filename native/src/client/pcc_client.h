@@ -157,11 +157,12 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,
                                         bool *out);
-/* Of state that several ranks have: where all of it lies here, in a space that they share, and what
- * of this payload is which part of it. Zeroed: there is none. */
+/* State that several ranks have, in a space where it has the same places on all of them: where this
+ * rank has it, and which bytes of this payload are which bytes of the replica. Zeroed: there is
+ * none. */
 struct pcc_client_replica {
-    uint64_t id;                           /* of that space */
-    const struct pcc_device_range *ranges; /* ascending by their offset in it */
+    uint64_t id;
+    const struct pcc_device_range *ranges; /* ascending by their offset in the replica */
     uint64_t range_count;
     const struct pcc_range *shares; /* of the payload; `address` is the place in the replica */
     uint64_t share_count;
@@ -169,9 +170,9 @@ struct pcc_client_replica {
 /* The exposure (pcc_shared.h) of these ranges: one handle per allocation, or a run of pieces with
  * descriptors; neighbours in memory and payload made one range. *out_bytes is malloc'ed.
  * -PCC_E_BAD_HANDLE when memory has neither (a pool), -PCC_E_TOO_LARGE when there are too many.
- * Ranges ascend by payload offset. The probe is written into the staging memory of the first
- * range's GPU. `known`: the daemon has accepted the exposure before, whose runs need no
- * descriptors. */
+ * Ranges ascend by payload offset. `replica`: what other ranks may be given. The probe is written
+ * into the staging memory of the first range's GPU. `known`: the daemon has accepted the exposure
+ * before, whose runs need no descriptors. */
 PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
                                      const struct pcc_device_range *ranges, uint64_t range_count,
                                      uint64_t device_bytes,
@@ -209,10 +210,10 @@ PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t id, enum 
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
 /* A snapshot of level MEMORY or DEVICE, from its request on, is to be written: the thread tells the
  * daemon, once it knows of the snapshot. One of level DEVICE is pulled now, unless a hold has
- * withdrawn it. When its GPU has failed it is abandoned; or (false) nobody reads it here, and the
- * daemon looks for it with the other ranks once the session has ended. Nothing happens when the
- * call is repeated, when the entry belongs to another snapshot by now, or when the snapshot has
- * ended or is on its way to the disk. */
+ * withdrawn it. When its GPU has failed, it is abandoned. False: its GPU has failed, nobody reads
+ * it here, and the daemon looks for it with other ranks once the session has ended. Nothing happens
+ * when the call is repeated, when the entry belongs to another snapshot by now, or when the
+ * snapshot has ended or is on its way to the disk. */
 bool pcc_client_write(struct pcc_client *client, uint64_t snapshot);
 /* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are released,
  * and the thread stops reading the source before it returns (bounded for a GPU that does not

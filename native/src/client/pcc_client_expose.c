@@ -8,7 +8,7 @@
 #include "client/pcc_client_private.h"
 #include "gpu/pcc_piece.h"
 
-struct table { /* of ranges, which become those of an exposure */
+struct table { /* ranges, and those of the exposure that they become */
     const struct pcc_device_range *ranges;
     uint64_t count;
     struct pcc_exposed_range *merged;
@@ -58,11 +58,6 @@ static int memory_code(struct pcc_client_device *device, CUresult result)
 
     return code == -PCC_E_DEVICE && result != CUDA_ERROR_DEINITIALIZED ? -PCC_E_BAD_HANDLE : code;
 }
-
-_Static_assert(sizeof(struct pcc_range) == sizeof(struct pcc_exposed_share) &&
-                   offsetof(struct pcc_range, offset_bytes) ==
-                       offsetof(struct pcc_exposed_share, offset_bytes),
-               "shares are sent as they come");
 
 /* -- where the ranges lie -- */
 
@@ -357,6 +352,11 @@ static int probe_write(struct builder *builder)
     return error != 0 ? error
                       : pcc_client_gpu_await(builder->client, device, device->scratch, false);
 }
+
+_Static_assert(sizeof(struct pcc_range) == sizeof(struct pcc_exposed_share) &&
+                   offsetof(struct pcc_range, offset_bytes) ==
+                       offsetof(struct pcc_exposed_share, offset_bytes),
+               "shares are sent as they come");
 
 static int bytes_make(const struct builder *builder, uint64_t device_bytes,
                       const struct pcc_client_replica *replica, uint8_t **out_bytes,

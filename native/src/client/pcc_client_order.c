@@ -9,7 +9,7 @@
 
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)
 {
-    if (job->pulled == 0 || job->left || !pcc_client_open_word(client, job->snapshot))
+    if (job->pulled == 0 || job->broken || !pcc_client_open_word(client, job->snapshot))
         return true;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         /* Acquire pairs with the daemon's release: its reads came before our next update. */

@@ -84,7 +84,7 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     uint32_t pushed;        /* bits: GPUs that were marked for the client's own copies */
     bool deferred;          /* of level DEVICE: no stream waits, but withdraws it, ... */
     bool withdrawn;         /* ... which a stream will */
-    bool left;              /* its GPU has failed: the daemon may find it with another rank */
+    bool broken;            /* its GPU has failed, as the page says: nobody reads it here */
     uint32_t held;          /* bits: of them, those that a stream waits for */
     uint64_t deadline_ns;   /* of `held` */
     uint64_t limit_ns;      /* the same, from when the stream has come to the snapshot */
@@ -243,7 +243,7 @@ struct pcc_client {
     uint64_t exposed_count, extent_count;
     uint64_t sending; /* the extent whose descriptor is the next */
     struct pcc_client_device devices[PCC_DEVICES];
-    _Atomic bool has_shares; /* the last exposure says what other ranks have, too */
+    _Atomic bool has_shares; /* of the last exposure: other ranks may have the same */
     bool leaked;             /* a GPU may still write to page or segments: they stay mapped */
 
     /* the thread's own */

@@ -280,8 +280,9 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     return 0;
 }
 
-/* What its GPU holds may be anything. Another rank may have the same. */
-static bool leave(struct pcc_client *client, uint64_t snapshot)
+/* Tells the daemon that the snapshot's GPUs may hold anything. False when no other rank can have the
+ * snapshot on its GPUs, or when a stream withdraws it. */
+static bool report_broken(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
@@ -289,7 +290,7 @@ static bool leave(struct pcc_client *client, uint64_t snapshot)
     if (!PCC_READ(&client->has_shares) || job->snapshot != snapshot || !job->deferred ||
         job->withdrawn)
         return false;
-    job->left = true;
+    job->broken = true;
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
         if ((job->pulled >> device & 1u) != 0)
             PCC_WRITE(&pcc_page_words(&client->view, snapshot, device)->broken, snapshot);
@@ -301,7 +302,7 @@ bool pcc_client_write(struct pcc_client *client, uint64_t snapshot)
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
     if (!pcc_client_sound(client, snapshot)) {
-        if (leave(client, snapshot))
+        if (report_broken(client, snapshot))
             return false;
         (void)pcc_client_abandon(client, snapshot);
         return true;

@@ -426,7 +426,7 @@ def replicated(rank: int = 0) -> DevicePart:
     for number, one in enumerate(views):
         one.path, one.shared = f"x.{number}", True
     made = lay_out(views, Shape(4096, rank=rank, world_size=2, replica=True)).device
-    assert made and made.replica.name
+    assert made and made.replica.id
     return made
 
 
@@ -436,7 +436,7 @@ def test_what_other_ranks_store_is_exposed_beside_what_this_one_does() -> None:
     for _ in range(2):
         assert exposure.prepare(one).map == 1
     (call,) = connection.native.named("expose")
-    assert call[-3:] == (one.replica.name, one.replica.ranges, one.replica.shares)
+    assert call[-3:] == (one.replica.id, one.replica.ranges, one.replica.shares)
     assert len(one.replica.ranges) == 2 * len(one.ranges({}))
     exposure.prepare(part(1 << 40))  # the same payload, and nothing for others
     assert connection.exposed() == [1, 2]
@@ -455,4 +455,4 @@ def test_memory_of_other_ranks_that_cannot_be_shared_ends_nothing() -> None:
     connection.native.expose = refuse  # type: ignore[method-assign]
     for _ in range(2):
         assert exposure.prepare(replicated()).map == 1
-    assert (asked, exposure.lends) == ([True, False], False)
+    assert (asked, exposure.exposes_replica) == ([True, False], False)

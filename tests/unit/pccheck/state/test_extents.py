@@ -285,7 +285,7 @@ def place_of(views: dict[int, View], address: int) -> tuple[int, int]:
 def test_each_rank_finds_what_another_one_stores() -> None:
     states = [shared_views(seed) for seed in range(3)]
     parts = [laid_out(views, rank) for rank, views in enumerate(states)]
-    assert len({part.replica.name for part in parts}) == 1 and parts[0].replica.name
+    assert len({part.replica.id for part in parts}) == 1 and parts[0].replica.id
     for mine, own in zip(states, parts, strict=True):
         sources = {item.offset: item.address for item, _ in unpack_device(own.unstaged)}
         shares = list(struct.iter_unpack("<QQQ", own.replica.shares))
@@ -304,22 +304,22 @@ def test_each_rank_finds_what_another_one_stores() -> None:
 
 def test_no_other_rank_has_what_one_rank_alone_stores() -> None:
     views = shared_views(0)
-    assert not laid_out(views, 0, replica=False).replica.name
-    assert not laid_out(views, 0, aside=True).replica.name
+    assert not laid_out(views, 0, replica=False).replica.id
+    assert not laid_out(views, 0, aside=True).replica.id
     everything = frozenset(one.address for one in views.values())
-    assert not laid_out(views, 0, pushed=everything).replica.name
+    assert not laid_out(views, 0, pushed=everything).replica.id
     views[20] = view(1 << 40, 100, 0)
-    assert not laid_out(views, 0).replica.name
+    assert not laid_out(views, 0).replica.id
     del views[20]
-    assert laid_out(views, 0, first=3).replica.name != laid_out(views, 0).replica.name != 0
+    assert laid_out(views, 0, first=3).replica.id != laid_out(views, 0).replica.id != 0
     views[0].volatile = True
     parts = [laid_out(views, rank) for rank in range(3)]
-    assert [bool(part.replica.name) for part in parts].count(False) == 1  # where it is staged
+    assert [bool(part.replica.id) for part in parts].count(False) == 1  # where it is staged
     for part in parts:
         assert views[0].address not in exposed(part)
     views[0].volatile = False
     parts = [laid_out(views, rank, pushed=frozenset({views[3].address})) for rank in range(3)]
-    assert [bool(part.replica.name) for part in parts].count(False) == 1  # where it is pushed
+    assert [bool(part.replica.id) for part in parts].count(False) == 1  # where it is pushed
     for part in parts:
         assert views[3].address not in exposed(part)
 
