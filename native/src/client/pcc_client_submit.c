@@ -280,8 +280,8 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     return 0;
 }
 
-/* Tells the daemon that the snapshot's GPUs may hold anything. False when no other rank can have the
- * snapshot on its GPUs, or when a stream withdraws it. */
+/* Tells the daemon that the snapshot's GPUs may hold anything. False when no other rank can have
+ * the snapshot on its GPUs, or when a stream withdraws it. */
 static bool report_broken(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
