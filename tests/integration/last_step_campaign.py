@@ -47,6 +47,7 @@ PARTS = (
 SHARED = tuple(one for one in PARTS if one.kind != "buffer")
 FLAGS = ("--dram", "2GiB") if fakegpu.is_real() else (*GEOMETRY, "--dram", "32MiB")
 ROUNDS_PER_NODE = 10
+Keep = Callable[[Tally], object]
 #: For the copy, and then two seconds.
 BACK_S = 2.5 if fakegpu.is_real() else SOON_S
 #: Of memory that other work of the driver may take.
@@ -61,7 +62,7 @@ class Campaign:
         self.witness: GpuTrainer  # trains nothing
         self.free_bytes = 0  # the most that the GPU had without a trainer
 
-    def play(self, rounds: int, keep: Callable[[Tally], object] = lambda _: None) -> Tally:
+    def play(self, rounds: int, keep: Keep) -> Tally:
         """Calls `keep` after each round."""
         while rounds > 0:
             count = min(rounds, ROUNDS_PER_NODE)
@@ -130,13 +131,14 @@ class Campaign:
         return trainer.recover()
 
 
-def run(rounds: int, seed: int) -> Tally:
-    """Plays `rounds` rounds."""
-    return Campaign(seed).play(rounds)
+def run(rounds: int, seed: int, keep: Keep = lambda _: None) -> Tally:
+    """Calls `keep` after each round."""
+    return Campaign(seed).play(rounds, keep)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def command(about: str | None, play: Callable[[int, int, Keep], Tally]) -> int:
+    """The command line of a campaign that is played by rounds and seed."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the counts there, after each round")
@@ -150,9 +152,13 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(found | {"table": lines}, indent=1) + "\n")
 
-    tally = Campaign(options.seed).play(options.rounds, keep)
+    tally = play(options.rounds, options.seed, keep)
     keep(tally)
     return tally.told(options.rounds, options.seed)
+
+
+def main() -> int:
+    return command(__doc__, run)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,10 @@ Checked after every round:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from tests.support.gpunode import Node
 from tests.support.gpuranks import after_an_error, handed_over, launched, ranks, restored, save
@@ -35,7 +30,7 @@ from tests.support.gputrainer import GpuTrainer
 from tests.support.trainer import RemoteError
 
 from .gpu_campaign import GEOMETRY, SOON_S, Tally
-from .last_step_campaign import SHARED
+from .last_step_campaign import SHARED, Keep, command
 
 ROUNDS_PER_NODE = 8
 _COPIED = frozenset({"copied", "writing", "durable", "global", "superseded"})
@@ -47,7 +42,7 @@ class Campaign:
         self.tally = Tally()
         self.numbers = itertools.count()
 
-    def play(self, rounds: int, keep: Callable[[Tally], object] = lambda _: None) -> Tally:
+    def play(self, rounds: int, keep: Keep) -> Tally:
         """Calls `keep` after each round."""
         while rounds > 0:
             count = min(rounds, ROUNDS_PER_NODE)
@@ -130,30 +125,13 @@ class Campaign:
         self.tally.outcomes[f"recovered: {name}{', as it had to be' if exact else ''}"] += 1
 
 
-def run(rounds: int, seed: int) -> Tally:
-    """Plays `rounds` rounds."""
-    return Campaign(seed).play(rounds)
+def run(rounds: int, seed: int, keep: Keep = lambda _: None) -> Tally:
+    """Calls `keep` after each round."""
+    return Campaign(seed).play(rounds, keep)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the counts there, after each round")
-    options = parser.parse_args()
-
-    def keep(tally: Tally) -> None:
-        found: dict[str, Any] = {
-            "rounds": options.rounds, "outcomes": tally.outcomes, "violations": tally.violations
-        }  # fmt: skip
-        lines = [f"- {name}: {count}" for name, count in sorted(tally.outcomes.items())]
-        lines += [f"- violation: {text}" for text in tally.violations]
-        if options.json:
-            options.json.write_text(json.dumps(found | {"table": lines}, indent=1) + "\n")
-
-    tally = Campaign(options.seed).play(options.rounds, keep)
-    keep(tally)
-    return tally.told(options.rounds, options.seed)
+    return command(__doc__, run)
 
 
 if __name__ == "__main__":

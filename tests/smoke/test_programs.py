@@ -20,6 +20,7 @@ CAMPAIGNS = {
     "fuzz_campaign": ("--decoded", "1000", "--packets", "50"),
     "gpu_campaign": ("--rounds", "1"),
     "last_step_campaign": ("--rounds", "1"),
+    "rank_step_campaign": ("--rounds", "1"),
     "gpu_lies_campaign": ("--lie", "none", "--way", "push", "--steps", "1"),
     "gpu_restart_campaign": ("--rounds", "1"),
     "group_campaign": ("--rounds", "1"),
