@@ -237,8 +237,13 @@ static void test_what_cannot_be_exposed(void)
     p.memory[1].exposed.length_bytes += 8; /* and a range that uses them */
     p.ranges[2].length_bytes += 8;
     refused(&p, -PCC_E_BAD_HANDLE, "shorter");
-    p.memory[1] = honest;
     p.ranges[2].length_bytes -= 8;
+    p.replica[0] = (struct pcc_exposed_range){
+        .allocation = 1, .offset_bytes = 64, .length_bytes = honest.exposed.length_bytes + 8};
+    p.replica_count = 1;
+    refused(&p, -PCC_E_BAD_HANDLE, "shorter");
+    p.replica_count = 0;
+    p.memory[1] = honest;
     poke(&p.control->register_fail_code, CUDA_ERROR_OUT_OF_MEMORY);
     poke(&p.control->register_fail_count, 1);
     refused(&p, -ENOMEM, "pin");

@@ -59,14 +59,20 @@ static bool is_seen(const struct pull *p, const uint8_t *bytes, uint64_t length)
 static void test_questions(void)
 {
     struct pull p;
-    struct pcc_proof_block blocks[2][4];
+    struct pcc_proof_block blocks[2][5];
 
     for (uint32_t round = 0; round < 2; round++) {
         pull_open(&p, 24 * CHUNK);
         (void)allocate(&p, 0, 3 * CHUNK);
         (void)allocate_run(&p, 0, 6 * (2u << 20), 6);
         (void)allocate(&p, 1, 100000); /* read in two parts, and not between these */
+        (void)allocate(&p, 0, 5000);   /* read for other ranks only */
         fill(&p, 1);
+        p.replica[0] = (struct pcc_exposed_range){.allocation = 3,
+                                                  .allocation_offset_bytes = 4000,
+                                                  .offset_bytes = 64,
+                                                  .length_bytes = 300};
+        p.replica_count = 1;
         range_add(&p, 0, 256, CHUNK, 0);
         range_add(&p, 1, (4u << 20) - 100, 200, CHUNK); /* of two pieces */
         range_add(&p, 2, 0, 300, 2 * CHUNK);
@@ -75,9 +81,9 @@ static void test_questions(void)
         expose_unproven(&p);
         descriptors_close(&p);
         (void)pulled(&p, 1);
-        for (uint32_t asked = 0; asked < 4;) {
+        for (uint32_t asked = 0; asked < 5;) {
             question(&p);
-            CHECK_EQUAL(pulled_bytes(&p), asked < 3 ? 0 : pulled_bytes(&p));
+            CHECK_EQUAL(pulled_bytes(&p), asked < 4 ? 0 : pulled_bytes(&p));
             const struct pcc_proof *proof = proof_of(&p);
             for (uint32_t i = 0; i < proof->count; i++) {
                 const uint8_t *ignored;
@@ -89,6 +95,7 @@ static void test_questions(void)
                 CHECK(of != 0 || (from >= 256 && end <= 256 + CHUNK && end - from == 256));
                 CHECK(of != 1 || (end - from == 100 && (end == 4u << 20 || from == 4u << 20)));
                 CHECK(of != 2 || end <= 300 || (from >= 99000 && end <= 100000));
+                CHECK(of != 3 || (from >= 4000 && end <= 4300));
                 blocks[round][asked++] = block;
             }
             answer_question(&p, false);
