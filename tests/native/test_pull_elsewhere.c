@@ -276,14 +276,29 @@ static void *other_lets_go(void *argument)
     return NULL;
 }
 
-/* While its memory is copied, the other rank begins its update, or lets go of its own snapshot; or
- * it dies, and both are saved. */
+/* As when the driver does not keep the memory of a rank that dies then. */
+static void *other_is_overwritten(void *argument)
+{
+    struct pair *pair = argument;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    fill(&pair->other, 6);
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+/* While its memory is copied, the other rank begins its update, lets go of its own snapshot, or has
+ * other bytes behind the chunk with the sample; or it dies, and both are saved. */
 static void test_meanwhile(void)
 {
     static const struct {
         void *(*other)(void *);
+        uint32_t behind; /* so many copies: the sample comes first */
         bool saved;
-    } cases[] = {{other_changes, false}, {other_lets_go, false}, {other_dies, true}};
+    } cases[] = {{other_changes, 1, false},
+                 {other_lets_go, 1, false},
+                 {other_is_overwritten, 5, false},
+                 {other_dies, 1, true}};
 
     for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         struct pair pair;
@@ -291,7 +306,7 @@ static void test_meanwhile(void)
         pair_open(&pair);
         both_defer(&pair, true);
         atomic_store(broken_of(&pair.dead), 1);
-        copies_hold(&pair.dead, 1); /* behind the sample */
+        copies_hold(&pair.dead, cases[i].behind);
         CHECK(pthread_create(&thread, NULL, cases[i].other, &pair) == 0);
         CHECK_EQUAL(leave(&pair), cases[i].saved ? 1 : -1);
         CHECK(pthread_join(thread, NULL) == 0);
