@@ -237,6 +237,17 @@ def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
         node.daemon.logs("other bytes")
 
 
+def test_a_broken_gpu_is_named_where_no_other_rank_has_the_step() -> None:
+    with Node(*GEOMETRY, "--dram", "32MiB") as node:
+        trainer = node.start().ready(PARTS)
+        trainer.checkpoint(to="device")
+        trainer.synchronize()
+        trainer.evaluate(handed_over)
+        trainer.faults.set(lose_context=700)
+        state, reason = trainer.evaluate(after_an_error)
+        assert state == "FAILED" and "could not be copied (DEVICE_LOST)" in reason, reason
+
+
 def a_step_on_both_gpus(node: Node, launch: int) -> tuple[list[GpuTrainer], int]:
     """Ranks that share all that is on their GPUs, with step 5 there; the handle of rank 1."""
     group = ranks([node], SHARED, replicated=True, **launched(launch))

@@ -395,6 +395,11 @@ static void job_await(struct pcc_client *client, const struct pcc_job *job)
 
 bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
 {
+    return pcc_client_abandon_for(client, snapshot, 0);
+}
+
+bool pcc_client_abandon_for(struct pcc_client *client, uint64_t snapshot, int error)
+{
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
     PCC_CLIENT_WAITS(client);
@@ -405,7 +410,7 @@ bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
         (pcc_page_word(&client->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
          state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED || job->provisional ||
          !pcc_client_pulled_read(client, job));
-    if (!may_abandon || !pcc_client_job_abandon(client, job, 0))
+    if (!may_abandon || !pcc_client_job_abandon(client, job, error))
         return false;
     PCC_WRITE(&job->stop, true);
     job_await(client, job);

@@ -307,6 +307,8 @@ static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_
 void pcc_client_job_end(struct pcc_job *job);
 /* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
 bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error);
+/* pcc_client_abandon, and why. */
+bool pcc_client_abandon_for(struct pcc_client *client, uint64_t snapshot, int error);
 
 /* -- pcc_client_run.c -- */
 void *pcc_client_run(void *client);

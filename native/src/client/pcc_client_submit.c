@@ -304,7 +304,7 @@ bool pcc_client_write(struct pcc_client *client, uint64_t snapshot)
     if (!pcc_client_sound(client, snapshot)) {
         if (report_broken(client, snapshot))
             return false;
-        (void)pcc_client_abandon(client, snapshot);
+        (void)pcc_client_abandon_for(client, snapshot, -PCC_E_DEVICE_LOST);
         return true;
     }
     PCC_LOCKED(&client->lock);
