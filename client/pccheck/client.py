@@ -925,6 +925,7 @@ class PCcheckClient(Closing):
 
     def _drain(self, done: bool) -> None:
         saved: tuple[int | None, bool] = None, False
+        left = False
         self._closed = True
         self._planner.hooks.remove()
         self._planner.forget()
@@ -935,7 +936,8 @@ class PCcheckClient(Closing):
             if drained and self.spans_nodes and not _is_failing():
                 self._saver.flush(min(AGREED_LIMIT_S, self._drain_limit_s()))
             saved = self._newest_saved()
-            if drained or done:  # the answer comes when all is saved
+            left = self._saver.followed.has_broken()
+            if drained or (done and not left):  # the answer comes when all is saved
                 self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
         except PccheckError as error:
             if self._options.raises:
@@ -944,6 +946,16 @@ class PCcheckClient(Closing):
         finally:  # Ctrl-C ends the waiting and the session
             self._leave()
         self._saver.failures.report_last(saved[0], known=saved[1])
+        if done and left:  # what the daemon looks for with the other ranks ends with the session
+            self._finish_left()
+
+    def _finish_left(self) -> None:
+        try:
+            self._finish()
+        except PccheckError as error:
+            if self._options.raises:
+                raise
+            LOG.warning("PCcheck: the job is not marked as finished: %s", error)
 
     def _newest_saved(self) -> tuple[int | None, bool]:
         """The newest durable step, when checkpoints after it failed, and whether that is known. The

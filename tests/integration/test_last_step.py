@@ -3,6 +3,7 @@ withdraws. `make last-step-campaign` plays more deaths."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pccheck.warn import LOG
 from tests.support import fakegpu
 from tests.support.ctl import Ctl
 from tests.support.gpunode import Node
@@ -127,6 +129,20 @@ def begin(group: list[GpuTrainer]) -> None:
         save(group, to="device")
 
 
+def test_a_job_can_be_finished_after_an_error(ctl: Ctl) -> None:
+    """The step that another rank has is read when the session has ended, so nothing waits for it
+    before."""
+    with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead="keep") as node:
+        group, handle = a_step_on_both_gpus(node.start(), 0)
+        group[0].faults.set(lose_context=700)
+        assert group[0].evaluate(finished) == ("FAILED", [])
+        (told,) = [text for text in group[0].warnings if "a restart resumes" in text]
+        assert "step 1: a restart resumes there, or at a later one" in told
+        listed = ctl(None, "list", "--rank", "0", "--socket", node.daemon.socket).out
+        assert re.search(r"job +0 +5 .*finished", listed), listed
+        rank_1_has_it(node, group, handle)
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 def test_the_last_step_of_two_ranks(replicated: bool) -> None:
     """What both had on their GPUs when they died. What one of them had withdrawn is lost."""
@@ -235,6 +251,16 @@ def test_a_driver_that_does_not_keep_a_dead_ones_memory() -> None:
         found = node.connect(PARTS).recover()
         assert (found["step"], found["wrong"]) == (2, "")
         node.daemon.logs("other bytes")
+
+
+def finished(trainer: Any) -> tuple[str, list[str]]:
+    """How the last step has ended, and what close(done=True) has logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    LOG.addHandler(handler)
+    trainer.client.close(done=True)
+    return trainer.handles[-1].state.name, told
 
 
 def test_a_broken_gpu_is_named_where_no_other_rank_has_the_step() -> None:

@@ -127,7 +127,9 @@ class Failures:
         if step is not None:
             which, there = "durable checkpoint", "there"
             if not known:  # what the daemon had copied when it ended may be durable since
-                which, there = "checkpoint that is known to be durable", "there, or at a later one"
+                which = "checkpoint that is known to be durable"
+            if not known or self._last.is_broken:
+                there = "there, or at a later one"
             then = (
                 f"The newest {which} is step {step}: a restart resumes {there}, and repeats the "
                 "steps after it"
