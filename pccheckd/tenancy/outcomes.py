@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Protocol
 
 from pccheck_wire.basics import size_text
+from pccheck_wire.ends import Cause
 from pccheckd.base.access import has_access
 from pccheckd.base.logs import LOG
 
@@ -117,8 +118,10 @@ class Chronicle:
 def _level(item: Record) -> int:
     if item.state == "failed":
         return logging.WARNING
-    # A job that saves every step has one replaced in memory per step and rank.
-    return logging.DEBUG if item.in_memory and item.state == "superseded" else logging.INFO
+    # A job that saves every step has one of these per step and rank.
+    replaced = item.in_memory and item.state == "superseded"
+    withdrawn = item.state == "skipped" and item.reason == Cause.WITHDRAWN.reason
+    return logging.DEBUG if replaced or withdrawn else logging.INFO
 
 
 def sentence(item: Record) -> str:
