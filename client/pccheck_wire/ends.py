@@ -170,8 +170,8 @@ _BY_CODE = {
     ("copy", "OTHER_MEMORY"): _OTHER_MEMORY,
     ("copy", "OTHER_BYTES"): (
         "other bytes were copied from the GPU than the trainer had there",
-        "a tensor that nothing guards was changed during the copy; otherwise the driver is to "
-        "blame: report its version",
+        "a tensor that nothing guards was changed during the copy, or the process had ended and "
+        "the driver did not keep its memory; otherwise the driver is to blame: report its version",
     ),
     ("copy", "ETIMEDOUT"): (
         "the trainer did not show in time that it can read the GPU memory that it shares",

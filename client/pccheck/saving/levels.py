@@ -61,10 +61,13 @@ class Levels:
             self.used |= 1 << LEVEL_MEMORY
         return level
 
-    def require_device(self, *, pulls: bool, wait: str) -> None:
+    def require_device(self, *, on_gpu: bool = True, pulls: bool, wait: str) -> None:
         """Raises CheckpointFailedError, and warns once, if a checkpoint cannot stay on the GPU.
-        `pulls`: the daemon can read it there. `wait`: why nothing withdraws it before a change."""
-        if not pulls:
+        `on_gpu`: it has GPU tensors. `pulls`: the daemon can read them there. `wait`: why nothing
+        withdraws it before a change."""
+        if not on_gpu:
+            why = "no tensor of the state is on a GPU"
+        elif not pulls:
             why = "the daemon does not pull these tensors (see: pccheckctl status)"
         elif wait:
             why = _UNHELD[wait]

@@ -112,7 +112,8 @@ class Saver:
         level = self.levels.fitting(level, state_bytes, self._session.room_bytes)
         on_device, in_memory = level == LEVEL_DEVICE, level != LEVEL_DISK
         if on_device:
-            self.levels.require_device(pulls=bool(handover and handover.map), wait=wait)
+            pulls = bool(handover and handover.map)
+            self.levels.require_device(on_gpu=snapshot.device is not None, pulls=pulls, wait=wait)
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)

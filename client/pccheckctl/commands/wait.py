@@ -135,11 +135,14 @@ def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None)
         return f"the daemon does not know {who} yet (visible jobs: {some(seen.jobs) or 'none'})"
     if step is None:
         return f"{who} has requested no checkpoint yet"
-    newest = ""
+    newest = on_gpu = ""
     if seen is not None:
         stored = seen.stored
         newest = f" (newest durable step: {whole(stored[0], 'step') if stored else 'none'})"
-    return f"step {step} of {who}, or a later step, is not {arguments.state} yet{newest}"
+        if seen.recent and seen.recent[-1].get("on_device") is True:
+            last = whole(seen.recent[-1], "step")
+            on_gpu = f'; step {last} is on the GPU only, as its checkpoint(to="device") asks'
+    return f"step {step} of {who}, or a later step, is not {arguments.state} yet{newest}{on_gpu}"
 
 
 def look(arguments: argparse.Namespace) -> Seen:

@@ -78,6 +78,12 @@ def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.now == pytest.approx(10.0)
 
 
+def test_it_says_what_is_on_the_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = looks(monkeypatch, Seen([stored(4)], [recent(5, "copying", on_device=True)]))
+    with pytest.raises(WaitTimeoutError, match=r"\(newest durable step: 4\); step 5 is on the GPU"):
+        wait.run(waiting(state="copied"), clock=clock, sleep=clock.sleep)
+
+
 def test_it_bridges_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = looks(monkeypatch, DaemonUnreachableError("gone"), Seen([stored(5)], []))
     assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
