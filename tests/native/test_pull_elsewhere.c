@@ -357,12 +357,52 @@ static void test_wanted(void)
     pair_close(&pair);
 }
 
+static void *number_comes(void *argument)
+{
+    static const struct pcc_number number = {.sequence = 9, .incarnation = 1, .world_size = 2};
+    struct pair *pair = argument;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    CHECK(pcc_tenant_number(pair->dead.f.tenant, 1, &number) == 0);
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+/* Without its number nobody knows which snapshot of the other rank is the same checkpoint. The
+ * number comes while the copy would be made. */
+static void test_without_number(void)
+{
+    static const struct pcc_tenant_policy group = {.world_size = 2};
+    struct pair pair;
+    pthread_t thread;
+
+    pair_open(&pair);
+    pcc_tenant_policy(pair.dead.f.tenant, &group);
+    pcc_tenant_policy(pair.other.f.tenant, &group);
+    both_defer(&pair, true);
+    CHECK_EQUAL(pair.sequence, 0);
+    atomic_store(broken_of(&pair.dead), 1);
+    copies_hold(&pair.dead, 1);
+    CHECK(pthread_create(&thread, NULL, number_comes, &pair) == 0);
+    /* What the thread waits for, if nothing is copied. */
+    const int32_t lender = leave(&pair);
+    poke(&pair.dead.control->held_copies, 1);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK_EQUAL(lender, -1);
+    is_saved(&pair, false);
+    pair_close(&pair);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test tests[] = {
-        {"broken", test_broken},         {"other bytes", test_other_bytes},
-        {"own memory", test_own_memory}, {"no other", test_no_other},
-        {"meanwhile", test_meanwhile},   {"wanted", test_wanted},
+        {"broken", test_broken},
+        {"other bytes", test_other_bytes},
+        {"own memory", test_own_memory},
+        {"no other", test_no_other},
+        {"meanwhile", test_meanwhile},
+        {"wanted", test_wanted},
+        {"without number", test_without_number},
     };
 
     (void)setenv("PCCHECK_STANDIN_DEAD", "keep", 1);

@@ -261,6 +261,8 @@ static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 {
     const uint64_t sequence = save->sequence;
 
+    if (sequence == 0) /* it has no number yet, and neither may have another step */
+        return false;
     pcc_tenant_unlock(tenant);
     struct pcc_tenant_map *lent = lend_begin(lender, sequence);
     pcc_tenant_lock(tenant);
