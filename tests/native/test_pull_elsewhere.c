@@ -317,9 +317,17 @@ static void test_meanwhile(void)
     }
 }
 
-static void *let_go_when_lent(void *argument)
+/* The other rank has its own part copied. */
+static void other_writes(struct pair *pair)
 {
-    struct pair *pair = argument;
+    const struct pcc_message write = {.kind = PCC_MSG_WRITE, .id = 1};
+
+    CHECK(pcc_ring_push(&pair->other.f.page.to_daemon, &write) == 0);
+    pcc_bell_ring(&pair->other.f.page.page->daemon_bell);
+}
+
+static void wait_lent(struct pair *pair)
+{
     struct pcc_tenant *lender = pair->other.f.tenant;
     uint32_t readers = 0;
 
@@ -329,6 +337,13 @@ static void *let_go_when_lent(void *argument)
         readers = lender->pull.readers;
         pcc_tenant_unlock(lender);
     }
+}
+
+static void *let_go_when_lent(void *argument)
+{
+    struct pair *pair = argument;
+
+    wait_lent(pair);
     copies_go_on(&pair->dead);
     return NULL;
 }
@@ -337,7 +352,6 @@ static void *let_go_when_lent(void *argument)
  * rank's part was read, too. */
 static void test_wanted(void)
 {
-    const struct pcc_message write = {.kind = PCC_MSG_WRITE, .id = 1};
     struct pair pair;
     pthread_t thread;
 
@@ -345,8 +359,7 @@ static void test_wanted(void)
     both_defer(&pair, true);
     atomic_store(broken_of(&pair.dead), 1);
     copies_hold(&pair.dead, 0);
-    CHECK(pcc_ring_push(&pair.other.f.page.to_daemon, &write) == 0);
-    pcc_bell_ring(&pair.other.f.page.page->daemon_bell);
+    other_writes(&pair);
     wait_for(&pair.dead.control->held_copies, 1);
     CHECK(pthread_create(&thread, NULL, let_go_when_lent, &pair) == 0);
     CHECK_EQUAL(leave(&pair), 1);
@@ -354,6 +367,47 @@ static void test_wanted(void)
     is_saved(&pair, true);
     CHECK(event_until(&pair.other.f, PCC_EVENT_COPIED).id == 1);
     CHECK_EQUAL(done_of(&pair.other, 1, 0), 1);
+    pair_close(&pair);
+}
+
+static void *write_and_die(void *argument)
+{
+    struct pair *pair = argument;
+    struct pcc_tenant *lender = pair->other.f.tenant;
+    uint32_t read = 0;
+
+    wait_lent(pair);
+    other_writes(pair);
+    while (read == 0) {
+        (void)usleep(100);
+        pcc_tenant_lock(lender);
+        read = pcc_tenant_find(lender, 1)->sources[0].read;
+        pcc_tenant_unlock(lender);
+    }
+    trainer_kill(&pair->dead.trainer);
+    return NULL;
+}
+
+/* The dead rank's session has ended, and its process has not yet. Meanwhile the other rank fails,
+ * too, and has its own part copied. */
+static void test_wanted_before_the_end(void)
+{
+    struct pair pair;
+    pthread_t thread;
+
+    pair_open(&pair);
+    both_defer(&pair, true);
+    uint8_t *before = payload_expected(&pair.dead, 1);
+    fill(&pair.dead, 6);
+    CHECK(pthread_create(&thread, NULL, write_and_die, &pair) == 0);
+    CHECK_EQUAL(leave(&pair), 1);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(end_kind(&pair.dead) == PCC_EVENT_COPIED);
+    CHECK(pcc_tenant_write(pair.dead.f.tenant, pair.sequence) == 0);
+    CHECK(event_until(&pair.dead.f, PCC_EVENT_DURABLE).id == 1);
+    saved_equals(&pair.dead, pair.sequence, before);
+    free(before);
+    CHECK(event_until(&pair.other.f, PCC_EVENT_COPIED).id == 1);
     pair_close(&pair);
 }
 
@@ -402,6 +456,7 @@ int main(int argc, char **argv)
         {"no other", test_no_other},
         {"meanwhile", test_meanwhile},
         {"wanted", test_wanted},
+        {"wanted before the end", test_wanted_before_the_end},
         {"without number", test_without_number},
     };
 

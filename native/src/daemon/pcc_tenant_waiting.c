@@ -168,118 +168,98 @@ static struct pcc_tenant_save *whole_find(struct pcc_tenant *tenant, uint64_t se
     return NULL;
 }
 
-/* Without locks: the memory of a rank that has this checkpoint whole; NULL. The caller holds it,
- * and ends with pcc_tenant_lent_put. Until lend_end nothing of that rank is judged, so its client
- * does not let its streams continue. */
-static struct pcc_tenant_map *lend_begin(struct pcc_tenant *lender, uint64_t sequence)
+struct loan { /* of another rank's memory, for the checkpoint with that sequence */
+    struct pcc_tenant *lender;
+    uint64_t sequence;
+    struct pcc_tenant_map *map; /* held; NULL: there is none, or a borrowed map holds it */
+};
+
+/* Without locks: the memory of a rank that has this checkpoint whole, if there is any. Until
+ * loan_end nothing of that rank is judged, so its client does not let its streams continue. */
+static struct loan loan_begin(struct pcc_tenant *lender, uint64_t sequence)
 {
     PCC_LOCKED(&lender->lock);
     const struct pcc_tenant_save *save = whole_find(lender, sequence);
     /* A save that has been read does not hold its map any more. */
     if (save == NULL || (!save->sources[0].deferred && save->sources[0].users == 0))
-        return NULL;
+        return (struct loan){0};
     struct pcc_tenant_map *map = save->sources[0].map;
     if ((map->view.devices & ~map->proven) != 0)
-        return NULL;
+        return (struct loan){0};
     map->holders++;
     lender->pull.readers++;
-    return map;
+    return (struct loan){lender, sequence, map};
 }
 
-static void lend_end(struct pcc_tenant *lender)
+/* Without locks. */
+static void loan_end(const struct loan *loan)
 {
-    PCC_LOCKED(&lender->lock);
-    if (--lender->pull.readers == 0 && lender->attached)
-        pcc_bell_ring(&lender->view.page->daemon_bell);
+    if (loan->map != NULL)
+        pcc_tenant_lent_put(loan->lender, loan->map);
+    PCC_LOCKED(&loan->lender->lock);
+    if (--loan->lender->pull.readers == 0 && loan->lender->attached)
+        pcc_bell_ring(&loan->lender->view.page->daemon_bell);
 }
 
-/* Without locks, before lend_end: nothing has changed that memory since lend_begin. Nothing can
+/* Without locks, before loan_end: nothing has changed that memory since loan_begin. Nothing can
  * change it once the process has ended with all of it. */
-static bool is_still_whole(struct pcc_tenant *lender, uint64_t sequence)
+static bool is_still_whole(const struct loan *loan)
 {
-    PCC_LOCKED(&lender->lock);
-    return whole_find(lender, sequence) != NULL || lender->pull.whole_at_end == sequence;
+    PCC_LOCKED(&loan->lender->lock);
+    return whole_find(loan->lender, loan->sequence) != NULL ||
+           loan->lender->pull.whole_at_end == loan->sequence;
 }
 
-/* Without locks: a map of the payload of `mine` that leads to the memory of the lender. The caller
- * holds the map, the map holds `lent`; after an error nobody does. */
-static int borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
-                  struct pcc_tenant *lender, struct pcc_tenant_map *lent,
-                  struct pcc_tenant_map **out)
+/* Without locks: a map of the payload of `mine` that leads to the memory of the lender, and holds
+ * it. The caller holds the map. NULL: the lender does not have all of it. */
+static struct pcc_tenant_map *borrow(struct pcc_tenant *tenant, const struct pcc_tenant_map *mine,
+                                     struct loan *loan)
 {
     struct pcc_tenant_map *map = calloc(1, sizeof(*map));
-    int error =
-        map != NULL ? pcc_exposure_elsewhere(&mine->view, &lent->view, &map->view) : -ENOMEM;
 
-    if (error != 0) {
+    if (map == NULL || pcc_exposure_elsewhere(&mine->view, &loan->map->view, &map->view) != 0) {
         free(map);
-        pcc_tenant_lent_put(lender, lent);
-        return error;
+        return NULL;
     }
     map->holders = 1;
-    map->lender = lender;
-    map->lent = lent;
-    map->imports = lent->imports;
+    map->lender = loan->lender;
+    map->lent = loan->map;
+    map->imports = loan->map->imports;
     map->proven = map->view.devices;
-    memcpy(map->gpus, lent->gpus, sizeof(map->gpus));
+    memcpy(map->gpus, loan->map->gpus, sizeof(map->gpus));
+    loan->map = NULL;
     pcc_tenant_lock(tenant);
     tenant->pull.maps++;
     pcc_tenant_unlock(tenant);
-    *out = map;
-    return 0;
+    return map;
 }
 
-/* Pulls the save out of the lender's memory. Releases the lock meanwhile. True: all is read, and
- * counts. */
+/* Pulls the save out of the lender's memory. Releases the lock meanwhile. True: it is copied. */
 static bool pull_lent(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender,
-                      struct pcc_tenant_map *lent)
+                      const struct pcc_tenant_map *mine, struct loan *loan)
 {
-    const uint64_t sequence = save->sequence, snapshot = save->snapshot;
-    struct pcc_tenant_map *map = NULL;
+    const uint64_t snapshot = save->snapshot;
 
     pcc_tenant_unlock(tenant);
-    bool fits = borrow(tenant, mine, lender, lent, &map) == 0 &&
-                samples_read(&tenant->view, snapshot, map) > 0 &&
+    struct pcc_tenant_map *map = borrow(tenant, mine, loan);
+    bool fits = map != NULL && samples_read(&tenant->view, snapshot, map) > 0 &&
                 pcc_tenant_pin_for(tenant, map->gpus) == 0;
     pcc_tenant_lock(tenant);
     fits = fits && is_deferred(tenant, save) && pcc_pull_through(tenant, save, map) == 0 &&
            pcc_pull_all(tenant, save);
     pcc_tenant_unlock(tenant);
     /* The samples again: the driver may not have kept the memory of a lender that has died. */
-    fits =
-        fits && is_still_whole(lender, sequence) && samples_read(&tenant->view, snapshot, map) > 0;
+    fits = fits && is_still_whole(loan) && samples_read(&tenant->view, snapshot, map) > 0;
     pcc_tenant_lock(tenant);
     pcc_tenant_map_put(tenant, map);
-    return fits;
+    return fits && pcc_pull_accept(tenant, save);
 }
 
-/* `mine`: the save's own map, held by the caller; its memory is not read. Releases the lock
- * meanwhile. True: the save is copied. */
-static bool pull_from(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                      const struct pcc_tenant_map *mine, struct pcc_tenant *lender)
-{
-    const uint64_t sequence = save->sequence;
-
-    if (sequence == 0) /* it has no number yet, and neither may have another step */
-        return false;
-    pcc_tenant_unlock(tenant);
-    struct pcc_tenant_map *lent = lend_begin(lender, sequence);
-    pcc_tenant_lock(tenant);
-    if (lent == NULL)
-        return false;
-    const bool pulled = pull_lent(tenant, save, mine, lender, lent);
-    pcc_tenant_unlock(tenant);
-    lend_end(lender);
-    pcc_tenant_lock(tenant);
-    return pulled && pcc_pull_accept(tenant, save);
-}
-
-/* Pulls the save out of its own memory. If that cannot be read, pulls it out of the memory of the
- * first of the `others` that has it, whose index goes to *lender_out. Releases the lock meanwhile.
- * 0: the save is copied. */
-static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                       struct pcc_tenant *const *others, uint32_t count, int32_t *lender_out)
+/* Pulls the save out of its own memory; if that cannot be read, out of the memory of the first of
+ * the lenders that has it, whose index goes to *lender_out. Releases the lock meanwhile. 0: the
+ * save is copied. */
+static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct loan *loans,
+                       uint32_t count, int32_t *lender_out)
 {
     const enum pcc_pull_words words = pcc_pull_words(tenant, save);
     struct pcc_tenant_map *mine = save->sources[0].map;
@@ -293,7 +273,7 @@ static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
         error = pull_own(tenant, save, mine);
     }
     for (uint32_t i = 0; error != 0 && i < count && is_deferred(tenant, save); i++) {
-        if (others[i] == NULL || !pull_from(tenant, save, mine, others[i]))
+        if (loans[i].sequence != save->sequence || !pull_lent(tenant, save, mine, &loans[i]))
             continue;
         *lender_out = (int32_t)i;
         error = 0;
@@ -302,27 +282,44 @@ static int pull_of_any(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     return error;
 }
 
-int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
-                             uint32_t count)
+/* Without locks: the loans of those that have this save, by number; NULL: there is nothing to lend,
+ * because no other rank stores what this one does, or the save has no number yet. They begin before
+ * this process has ended: a rank that fails with it may soon have its own step copied. */
+static struct loan *loans_begin(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
+                                uint32_t count)
+{
+    pcc_tenant_lock(tenant);
+    const struct pcc_tenant_save *save = deferred_find(tenant, true);
+    const bool is_shared = save != NULL && save->sources[0].map->view.head.share_count > 0;
+    const uint64_t sequence = is_shared ? save->sequence : 0;
+    pcc_tenant_unlock(tenant);
+    struct loan *loans = sequence != 0 ? calloc(count, sizeof(*loans)) : NULL;
+    for (uint32_t i = 0; loans != NULL && i < count; i++)
+        if (others[i] != NULL)
+            loans[i] = loan_begin(others[i], sequence);
+    return loans;
+}
+
+static void loans_end(struct loan *loans, uint32_t count)
+{
+    for (uint32_t i = 0; loans != NULL && i < count; i++)
+        if (loans[i].lender != NULL)
+            loan_end(&loans[i]);
+    free(loans);
+}
+
+/* The newest of the saves that counts is copied, and the others end. */
+static int32_t last_pull(struct pcc_tenant *tenant, struct loan *loans, uint32_t count, bool broken)
 {
     struct pcc_tenant_save *newest;
 
-    pcc_tenant_lock(tenant);
-    const bool any = !tenant->broken && pcc_tenant_deferred_look(tenant);
-    newest = any ? deferred_find(tenant, true) : NULL;
-    const bool broken = newest != NULL && pcc_pull_words(tenant, newest) == PCC_PULL_BROKEN;
-    pcc_tenant_unlock(tenant);
-    /* The kernel closes a socket before the GPU's files of the same process. While those are open,
-     * its streams may continue, and write words. Those of a broken GPU are not read. */
-    if (!any || (!broken && !pcc_process_ended(tenant->trainer_fd, PROCESS_END_MS)))
-        return -1;
     PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) /* these cannot become whole any more */
         if (tenant->saves[i].session == tenant->session && !is_deferred(tenant, &tenant->saves[i]))
             pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);
     while ((newest = deferred_find(tenant, true)) != NULL) {
         int32_t lender = -1;
-        const int error = pull_of_any(tenant, newest, others, count, &lender);
+        const int error = pull_of_any(tenant, newest, loans, loans != NULL ? count : 0, &lender);
         if (error == 0)
             return lender; /* older ones were withdrawn before it was ready */
         pcc_tenant_abort(tenant, newest, error);
@@ -330,6 +327,27 @@ int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const
             return -1;
     }
     return -1;
+}
+
+int32_t pcc_tenant_last_step(struct pcc_tenant *tenant, struct pcc_tenant *const *others,
+                             uint32_t count)
+{
+    int32_t lender = -1;
+
+    pcc_tenant_lock(tenant);
+    const bool any = !tenant->broken && pcc_tenant_deferred_look(tenant);
+    const struct pcc_tenant_save *newest = any ? deferred_find(tenant, true) : NULL;
+    const bool broken = newest != NULL && pcc_pull_words(tenant, newest) == PCC_PULL_BROKEN;
+    pcc_tenant_unlock(tenant);
+    if (!any)
+        return -1;
+    struct loan *loans = loans_begin(tenant, others, count);
+    /* The kernel closes a socket before the GPU's files of the same process. While those are open,
+     * its streams may continue, and write words. Those of a broken GPU are not read. */
+    if (broken || pcc_process_ended(tenant->trainer_fd, PROCESS_END_MS))
+        lender = last_pull(tenant, loans, count, broken);
+    loans_end(loans, count);
+    return lender;
 }
 
 /* -- parked saves: their chunks stay full until the loop has them written, or drops them -- */
