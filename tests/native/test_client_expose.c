@@ -62,6 +62,39 @@ static void range_is(const struct pcc_exposed_range *range, uint32_t allocation,
     CHECK_EQUAL(range->length_bytes, length);
 }
 
+/* Between two ranges of the replica there may be the place of a tensor that this rank has
+ * elsewhere: what lies between them in memory is not it. */
+static void test_replica_gap(void)
+{
+    struct daemon d;
+    uint8_t *bytes;
+    uint64_t length;
+    struct pcc_exposure head;
+    const CUdeviceptr a = gpu_alloc(0, 2 * CHUNK);
+    const struct pcc_device_range ranges[] = {{a, 0, 1000, 0, 0}};
+    const struct pcc_device_range whole[] = {
+        {a, 64, 1000, 0, 0},          /* ends at 1064 */
+        {a + 1024, 1088, 448, 0, 0},  /* no other tensor fits between them */
+        {a + 1536, 1600, 100, 0, 0}}; /* one of 64 bytes does */
+    const struct pcc_client_replica replica = {.id = 7, .ranges = whole, .range_count = 3};
+
+    daemon_open(&d, 0);
+    CHECK(pcc_client_device_open(d.client, 0) == 0);
+    CHECK(pcc_client_expose(d.client, ranges, 1, CHUNK, &replica, false, &bytes, &length) == 0);
+    memcpy(&head, bytes, sizeof(head));
+    CHECK_EQUAL(head.replica_count, 2);
+    const uint8_t *at = bytes + sizeof(head) +
+                        head.allocation_count * sizeof(struct pcc_exposed_allocation) +
+                        head.range_count * sizeof(struct pcc_exposed_range);
+    struct pcc_exposed_range found[2];
+    memcpy(found, at, sizeof(found));
+    range_is(&found[0], found[0].allocation, 0, 64, 1472);
+    range_is(&found[1], found[0].allocation, 1536, 1600, 100);
+    free(bytes);
+    daemon_close(&d);
+    gpu_free(0, a);
+}
+
 static void test_exposure(void)
 {
     struct daemon d;
@@ -305,6 +338,7 @@ int main(void)
 {
     standin_open();
     RUN(test_exposure);
+    RUN(test_replica_gap);
     RUN(test_pieces);
     RUN(test_tiny);
     standin_close();

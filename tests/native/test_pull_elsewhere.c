@@ -317,6 +317,44 @@ static void test_meanwhile(void)
     }
 }
 
+static void *other_comes_again(void *argument)
+{
+    struct pair *pair = argument;
+    struct pull *q = &pair->other;
+
+    wait_for(&pair->dead.control->held_copies, 1);
+    trainer_kill(&q->trainer);
+    detach(&q->f);
+    trainer_start(&q->trainer);
+    trainer_page_open(q);
+    copies_go_on(&pair->dead);
+    return NULL;
+}
+
+/* The other rank's process has ended, and the next one is there, before all is read. */
+static void test_next_session(void)
+{
+    struct pair pair;
+    pthread_t thread;
+
+    pair_open(&pair);
+    pair.sequence = defer(&pair.dead, true);
+    struct pcc_request request = pull_request(&pair.other, 1);
+    request.level = PCC_LEVEL_DEVICE; /* its own part does not come, so it is not copied */
+    uint64_t sequence;
+    CHECK(admit_as(&pair.other, 1, &request, &sequence) == 0);
+    CHECK_EQUAL(sequence, pair.sequence);
+    ready_set(&pair.other, 1, 0);
+    sample_put(&pair);
+    atomic_store(broken_of(&pair.dead), 1);
+    copies_hold(&pair.dead, 1);
+    CHECK(pthread_create(&thread, NULL, other_comes_again, &pair) == 0);
+    CHECK_EQUAL(leave(&pair), 1);
+    CHECK(pthread_join(thread, NULL) == 0);
+    is_saved(&pair, true);
+    pair_close(&pair);
+}
+
 /* The other rank has its own part copied. */
 static void other_writes(struct pair *pair)
 {
@@ -367,6 +405,38 @@ static void test_wanted(void)
     is_saved(&pair, true);
     CHECK(event_until(&pair.other.f, PCC_EVENT_COPIED).id == 1);
     CHECK_EQUAL(done_of(&pair.other, 1, 0), 1);
+    pair_close(&pair);
+}
+
+/* The other rank has two GPUs, and its own part of one of them has been copied: that GPU's stream
+ * has gone on, without a word. */
+static void test_half_copied(void)
+{
+    struct pair pair;
+
+    pair_open(&pair);
+    struct pull *q = &pair.other;
+    const uint32_t more = allocate(q, 1, 1000);
+    fill(q, 5);
+    range_add(q, more, 0, 1000, 2 * CHUNK);
+    q->device_bytes = 3 * CHUNK;
+    expose(q);
+    both_defer(&pair, true);
+    other_writes(&pair);
+    wait_done(q, 1, 0);
+    copies_hold(&pair.dead, 0);
+    ready_set(q, 1, 1);
+    wait_for(&pair.dead.control->held_copies, 1);
+    poke(&pair.dead.control->copy_hold_skip, STANDIN_ALWAYS); /* the first GPU can be read */
+    (void)trainer_ask(&q->trainer, (struct order){.what = ORDER_FILL,
+                                                  .address = q->memory[0].address,
+                                                  .length = q->memory[0].exposed.length_bytes,
+                                                  .seed = 600});
+    atomic_store(broken_of(&pair.dead), 1);
+    CHECK_EQUAL(leave(&pair), -1);
+    is_saved(&pair, false);
+    copies_go_on(&pair.dead);
+    CHECK(event_until(&q->f, PCC_EVENT_COPIED).id == 1);
     pair_close(&pair);
 }
 
@@ -456,6 +526,8 @@ int main(int argc, char **argv)
         {"no other", test_no_other},
         {"meanwhile", test_meanwhile},
         {"wanted", test_wanted},
+        {"next session", test_next_session},
+        {"half copied", test_half_copied},
         {"wanted before the end", test_wanted_before_the_end},
         {"without number", test_without_number},
     };

@@ -67,7 +67,7 @@ static void test_pull(void)
     live(); /* the driver keeps what it takes at first */
     scarcity("opening", open_only);
     scarcity("pull", live);
-    scarcity_end(12);
+    scarcity_end(11);
 }
 
 static const struct test tests[] = {{"test_pull", test_pull}};

@@ -268,26 +268,37 @@ def _divide(
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
     at = EXTENT_ALIGN  # in the replica, where nothing lies at 0
-    digest = hashlib.blake2b(digest_size=7)
+    digest, places = hashlib.blake2b(digest_size=7), hashlib.blake2b(digest_size=7)
     for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
         loads[owner] += group.nbytes
         # With the paths: tensors of one size, in another order, would be mixed up by `parts.merge`.
         alike = [(view.path, view.nbytes) for view in group.views]
         digest.update(f"{group.nbytes} {alike} ".encode())
-        layout.divided.append((group, at))
-        at = aligned(at + group.nbytes)
+        if shape.replica:
+            places.update(f"{[_arranged(view, group) for view in group.views]} ".encode())
+            layout.divided.append((group, at))
+            at = aligned(at + group.nbytes)
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, shape.first + owner)
     layout.division = int.from_bytes(digest.digest()) if shared else 0
-    digest.update(str(shape.first).encode())  # other shards of the same sizes are other bytes
-    layout.replica_id = int.from_bytes(digest.digest()) if shared else 0
+    # Other shards of the same sizes are other bytes.
+    places.update(f"{layout.division} {shape.first}".encode())
+    layout.replica_id = int.from_bytes(places.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
         for device, some in groups.items()
     }
     return {device: some for device, some in left.items() if some}
+
+
+def _arranged(view: View, group: _Group) -> object:
+    """What makes other bytes of the same tensor: `parts.merge` gives a tensor the strides of the
+    rank that stores it, so each rank may have its own."""
+    node, within = view.node, view.address - group.views[0].address
+    order = node.strides if isinstance(node, tree.Tensor) else node.order
+    return within, node.dtype, node.shape, order
 
 
 def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Shape) -> None:

@@ -11,6 +11,7 @@
 struct table { /* ranges, and those of the exposure that they become */
     const struct pcc_device_range *ranges;
     uint64_t count;
+    uint64_t gap_max; /* ranges with this between them stay two */
     struct pcc_exposed_range *merged;
     uint32_t merged_count;
 };
@@ -294,11 +295,12 @@ static int handles_get(struct builder *builder)
 
 /* True when the range is the last one's neighbour, or nearly: one copy takes both then, and what
  * lies between them in the allocation. */
-static bool is_next(const struct pcc_exposed_range *last, uint64_t into, uint64_t offset_bytes)
+static bool is_next(const struct pcc_exposed_range *last, uint64_t into, uint64_t offset_bytes,
+                    uint64_t gap_max)
 {
     const uint64_t end = last->allocation_offset_bytes + last->length_bytes;
 
-    return into >= end && into - end < PCC_EXPOSED_GAP_MAX &&
+    return into >= end && into - end < gap_max &&
            offset_bytes - (last->offset_bytes + last->length_bytes) == into - end;
 }
 
@@ -317,7 +319,7 @@ static int merge(const struct builder *builder, struct table *table)
         if (into + range->length_bytes > allocation->length_bytes)
             return -PCC_E_BAD_HANDLE; /* pieces of different lengths are two runs */
         if (last != NULL && last->allocation == allocation->index &&
-            is_next(last, into, range->offset_bytes)) {
+            is_next(last, into, range->offset_bytes, table->gap_max)) {
             last->length_bytes = range->offset_bytes + range->length_bytes - last->offset_bytes;
             continue;
         }
@@ -436,10 +438,14 @@ int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *
                       const struct pcc_client_replica *replica, bool known, uint8_t **out_bytes,
                       uint64_t *out_length)
 {
-    struct builder builder = {.client = client,
-                              .payload = {.ranges = ranges, .count = range_count},
-                              .replica = {.ranges = replica->ranges, .count = replica->range_count},
-                              .known = known};
+    struct builder builder = {
+        .client = client,
+        .payload = {.ranges = ranges, .count = range_count, .gap_max = PCC_EXPOSED_GAP_MAX},
+        /* A longer gap may be the place of what is not here. */
+        .replica = {.ranges = replica->ranges,
+                    .count = replica->range_count,
+                    .gap_max = PCC_REPLICA_ALIGN},
+        .known = known};
 
     if (range_count == 0 || !ranges_fit(client, &builder.payload, device_bytes) ||
         !ranges_fit(client, &builder.replica, UINT64_MAX))

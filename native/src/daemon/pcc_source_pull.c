@@ -417,7 +417,7 @@ enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
 
     for (uint32_t device = 0; device < PCC_DEVICES; device++) {
         struct pcc_device_words *at = pcc_page_words(&tenant->view, save->snapshot, device);
-        if ((save->sources[0].parts >> device & 1u) == 0)
+        if ((save->gpus >> device & 1u) == 0)
             continue;
         /* Acquire: pairs with the streams' writes, as in may_go_on. */
         if (PCC_READ_ACQUIRE(&at->withdrawn) >= save->snapshot)

@@ -225,7 +225,8 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
     tenant->pull.distrusted = 0;
-    tenant->pull.whole_at_end = 0;
+    if (tenant->pull.readers == 0) /* else another rank reads what the session before had */
+        tenant->pull.whole_at_end = 0;
     PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);

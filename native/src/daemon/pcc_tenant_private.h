@@ -87,6 +87,7 @@ struct pcc_tenant_save {
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
     int abort_error;       /* why */
+    uint32_t gpus;         /* bits: its trainer's, whose words tell of it, whoever's are read */
     uint32_t device;       /* of OTHER_MEMORY */
     bool writing;          /* its first chunk has gone to the disk */
     bool silent;           /* its owner knows how it ended: no event */

@@ -370,6 +370,7 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
         .seen = save->seen,
         .seen_words = save->seen_words};
     memcpy(save->sources, sources, sizeof(save->sources));
+    save->gpus = sources[0].ops == &pcc_source_pull ? sources[0].parts : 0;
     tenant->bindings[tenant->bound].active++;
 }
 

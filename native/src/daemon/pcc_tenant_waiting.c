@@ -109,7 +109,8 @@ static int samples_read(const struct pcc_page_view *view, uint64_t snapshot,
     int found = 0;
 
     for (uint32_t i = 0; i < PCC_SAMPLES; i++) {
-        const struct pcc_sample sample = samples[i];
+        const struct pcc_sample sample = samples[i]; /* once: the client may change it */
+        atomic_signal_fence(memory_order_seq_cst);
         const struct pcc_exposed_range *range = pcc_exposure_at(&map->view, sample.offset_bytes);
         uint8_t got[PCC_SAMPLE_BYTES];
         if (range == NULL || sample.length_bytes == 0 || sample.length_bytes > sizeof(got) ||
@@ -180,8 +181,10 @@ static struct loan loan_begin(struct pcc_tenant *lender, uint64_t sequence)
 {
     PCC_LOCKED(&lender->lock);
     const struct pcc_tenant_save *save = whole_find(lender, sequence);
-    /* A save that has been read does not hold its map any more. */
-    if (save == NULL || (!save->sources[0].deferred && save->sources[0].users == 0))
+    /* Streams of a GPU whose part was judged have continued without a word. And a save that has
+     * been read does not hold its map any more. */
+    if (save == NULL || save->sources[0].judged != 0 ||
+        (!save->sources[0].deferred && save->sources[0].users == 0))
         return (struct loan){0};
     struct pcc_tenant_map *map = save->sources[0].map;
     if ((map->view.devices & ~map->proven) != 0)
@@ -249,7 +252,7 @@ static bool pull_lent(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
            pcc_pull_all(tenant, save);
     pcc_tenant_unlock(tenant);
     /* The samples again: the driver may not have kept the memory of a lender that has died. */
-    fits = fits && is_still_whole(loan) && samples_read(&tenant->view, snapshot, map) > 0;
+    fits = fits && samples_read(&tenant->view, snapshot, map) > 0 && is_still_whole(loan);
     pcc_tenant_lock(tenant);
     pcc_tenant_map_put(tenant, map);
     return fits && pcc_pull_accept(tenant, save);

@@ -337,6 +337,9 @@ struct pcc_grant {
  * torch rounds tensors up to it, and a copy of its own for each of many small ones takes far
  * longer. */
 #define PCC_EXPOSED_GAP_MAX 512u
+/* Each tensor of a replica begins at a multiple of this. So one that a rank does not have leaves a
+ * gap of this length, or a longer one. */
+#define PCC_REPLICA_ALIGN 64u
 
 struct pcc_exposure {
     uint64_t magic;

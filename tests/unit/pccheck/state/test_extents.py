@@ -254,6 +254,10 @@ def test_memory_that_cannot_be_mapped_is_laid_out_last() -> None:
     assert aside and not aside.rest and aside.pulled_bytes == aside.nbytes
 
 
+#: Of ranks that share state.
+SHAPES = [Shape(CHUNK, rank=rank, world_size=3, replica=True) for rank in range(3)]
+
+
 def shared_views(seed: int) -> dict[int, View]:
     """The same state, by number, in memory that each rank has arranged otherwise."""
     rng, at, made = random.Random(seed), 1 << 30, {}
@@ -322,6 +326,22 @@ def test_no_other_rank_has_what_one_rank_alone_stores() -> None:
     assert [bool(part.replica.id) for part in parts].count(False) == 1  # where it is pushed
     for part in parts:
         assert views[3].address not in exposed(part)
+
+
+def test_a_tensor_that_ranks_arrange_otherwise_is_other_bytes() -> None:
+    names = set()
+    for strides, dtype, begin in [
+        ([10, 1], "uint8", 0), ([1, 10], "uint8", 0), ([10, 1], "int8", 0), ([10, 1], "uint8", 20)
+    ]:  # fmt: skip
+        views = shared_views(0)
+        views[20] = view(1 << 40, 100, 0)
+        views[20].node = tree.Tensor([10, 10], strides, dtype)
+        views[21] = view(1 << 40 | begin, 50, 0, storage=1 << 40)
+        for number in (20, 21):
+            views[number].path, views[number].shared = f"y.{number}", True
+        assert len({lay_out(list(views.values()), shape).division for shape in SHAPES}) == 1
+        names |= {lay_out(list(views.values()), shape).replica_id for shape in SHAPES}
+    assert len(names) == 4
 
 
 def exposed(part: DevicePart) -> set[int]:
