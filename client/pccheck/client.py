@@ -925,7 +925,7 @@ class PCcheckClient(Closing):
 
     def _drain(self, done: bool) -> None:
         saved: tuple[int | None, bool] = None, False
-        left = False
+        broken = False
         self._closed = True
         self._planner.hooks.remove()
         self._planner.forget()
@@ -936,8 +936,8 @@ class PCcheckClient(Closing):
             if drained and self.spans_nodes and not _is_failing():
                 self._saver.flush(min(AGREED_LIMIT_S, self._drain_limit_s()))
             saved = self._newest_saved()
-            left = self._saver.followed.has_broken()
-            if drained or (done and not left):  # the answer comes when all is saved
+            broken = self._saver.followed.has_broken()
+            if drained or (done and not broken):  # the answer comes when all is saved
                 self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
         except PccheckError as error:
             if self._options.raises:
@@ -946,10 +946,11 @@ class PCcheckClient(Closing):
         finally:  # Ctrl-C ends the waiting and the session
             self._leave()
         self._saver.failures.report_last(saved[0], known=saved[1])
-        if done and left:  # what the daemon looks for with the other ranks ends with the session
-            self._finish_left()
+        if done and broken:  # the daemon looks for it with other ranks once the session has ended
+            self._finish_broken()
 
-    def _finish_left(self) -> None:
+    def _finish_broken(self) -> None:
+        """In a session of its own, after a CUDA error."""
         try:
             self._finish()
         except PccheckError as error:

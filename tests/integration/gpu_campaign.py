@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import itertools
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ class Tally:
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     violations: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def round(self, node: Node, number: int) -> Iterator[None]:
+        """Notes what is wrong in this round; its trainers are killed at the end."""
+        try:
+            yield
+        except (AssertionError, RemoteError) as error:
+            self.violations.append(f"round {number}: {error}")
+        finally:
+            for trainer in node.trainers:
+                trainer.kill()
+            node.trainers.clear()
 
     def told(self, rounds: int, seed: int) -> int:
         """Prints the counts; returns the exit code."""

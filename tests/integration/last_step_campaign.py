@@ -32,7 +32,6 @@ from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import READY, GpuTrainer, Log, Part
-from tests.support.trainer import RemoteError
 from tests.support.waiting import until
 
 from .gpu_campaign import GEOMETRY, SOON_S, Tally
@@ -86,15 +85,9 @@ class Campaign:
 
     def _round(self, node: Node) -> None:
         number = next(self.numbers)
-        try:
+        with self.tally.round(node, number):
             self._play(node, number)
-        except (AssertionError, RemoteError) as error:
-            self.tally.violations.append(f"round {number}: {error}")
-        finally:
-            for trainer in node.trainers:
-                trainer.kill()
-            node.trainers.clear()
-            self.free_bytes = max(self.free_bytes, self.witness.free_bytes())
+        self.free_bytes = max(self.free_bytes, self.witness.free_bytes())
 
     def _await_memory(self, node: Node) -> None:
         """Of the trainer that has just died."""

@@ -11,9 +11,9 @@ not. Both ranks start again.
 Checked after every round:
 
 - Both ranks get the same step, and the bytes of that step.
-- It is not older than the newest copied one. It is the last one if the GPUs had come to it on both
-  ranks, no update was next, and the memory of one rank at least was to be had until both parts were
-  copied.
+- The step is not older than the newest copied one.
+- The step is the last one if the GPUs of both ranks had come to it, no update was next, and one
+  rank at least had its memory until both parts were copied.
 - No memory of the dead trainers stays mapped.
 """
 
@@ -27,7 +27,6 @@ import time
 from tests.support.gpunode import Node
 from tests.support.gpuranks import after_an_error, handed_over, launched, ranks, restored, save
 from tests.support.gputrainer import GpuTrainer
-from tests.support.trainer import RemoteError
 
 from .gpu_campaign import GEOMETRY, SOON_S, Tally
 from .last_step_campaign import SHARED, Keep, command
@@ -51,23 +50,13 @@ class Campaign:
             try:
                 with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead=dead) as node:
                     node.start()
-                    for _ in range(count):
-                        self._round(node, keeps=dead == "keep")
+                    for number in itertools.islice(self.numbers, count):
+                        with self.tally.round(node, number):
+                            self._play(node, f"job-{number}", keeps=dead == "keep")
                         keep(self.tally)
             except AssertionError as error:
                 self.tally.violations.append(f"the end of a node: {error}")
         return self.tally
-
-    def _round(self, node: Node, *, keeps: bool) -> None:
-        number = next(self.numbers)
-        try:
-            self._play(node, f"job-{number}", keeps=keeps)
-        except (AssertionError, RemoteError) as error:
-            self.tally.violations.append(f"round {number}: {error}")
-        finally:
-            for trainer in node.trainers:
-                trainer.kill()
-            node.trainers.clear()
 
     def _play(self, node: Node, job: str, *, keeps: bool) -> None:
         rng = self.rng
@@ -96,8 +85,8 @@ class Campaign:
         for trainer in group:
             trainer.kill()
         node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
-        to_be_had = (keeps and not errs) or (waits and (keeps or writes))
-        exact = at_rest and ahead is None and to_be_had
+        has_memory = (keeps and not errs) or (waits and (keeps or writes))
+        exact = at_rest and ahead is None and has_memory
         found = restored(ranks([node], SHARED, job=job, replicated=True, **launched(1)))
         self._judge(found, copied, last, exact)
 
@@ -120,9 +109,9 @@ class Campaign:
         assert step == same, f"{where}: the other rank has {same}"
         assert not (wrong or more), f"{where}: {wrong or more}"
         assert copied <= step <= last, where
-        assert step == last or not exact, f"{where}: the last one was to be had"
+        assert step == last or not exact, f"{where}: not the last step"
         name = "the last step" if step == last else "the newest copied one"
-        self.tally.outcomes[f"recovered: {name}{', as it had to be' if exact else ''}"] += 1
+        self.tally.outcomes[f"recovered: {name}{', as demanded' if exact else ''}"] += 1
 
 
 def run(rounds: int, seed: int, keep: Keep = lambda _: None) -> Tally:

@@ -116,7 +116,7 @@ static void *rank_run(void *argument)
             (void)usleep(20);
         }
         update(p);
-    } else if (rank->act == 3) { /* it lets go */
+    } else if (rank->act == 3) { /* it abandons its snapshot */
         if (pcc_word_move(pcc_page_snapshot(&p->f.page, 1), 1, PCC_WORD_COPYING,
                           PCC_WORD_ABANDONED)) {
             pcc_bell_ring(&p->f.page.page->daemon_bell);

@@ -125,18 +125,24 @@ static enum pcc_event_kind end_kind(struct pull *p)
     return kind;
 }
 
-static void is_saved(struct pair *pair, bool saved)
+/* The dead rank's part is copied, and becomes durable with these bytes, which are freed. */
+static void is_saved_as(struct pair *pair, uint8_t *expected)
 {
     struct pull *p = &pair->dead;
 
-    CHECK((end_kind(p) == PCC_EVENT_COPIED) == saved);
-    if (!saved)
-        return;
-    uint8_t *expected = payload_expected(p, 1);
+    CHECK(end_kind(p) == PCC_EVENT_COPIED);
     CHECK(pcc_tenant_write(p->f.tenant, pair->sequence) == 0);
     CHECK(event_until(&p->f, PCC_EVENT_DURABLE).id == 1);
     saved_equals(p, pair->sequence, expected);
     free(expected);
+}
+
+static void is_saved(struct pair *pair, bool saved)
+{
+    if (saved)
+        is_saved_as(pair, payload_expected(&pair->dead, 1));
+    else
+        CHECK(end_kind(&pair->dead) == PCC_EVENT_FAILED);
 }
 
 static void pair_close(struct pair *pair)
@@ -172,7 +178,7 @@ static void test_broken(void)
                pair.dead.memory[i].exposed.length_bytes);
     CHECK_EQUAL(leave(&pair), 1);
     is_saved(&pair, true);
-    /* The other rank goes on, and nothing of its memory is held for the dead one. */
+    /* The other rank's snapshot is as before, and the dead rank holds nothing of its memory. */
     CHECK(word_of(&pair.other, 1) == pcc_word(1, PCC_WORD_COPYING));
     pair_close(&pair);
 }
@@ -188,11 +194,7 @@ static void test_other_bytes(void)
     fill(&pair.dead, 6);
     trainer_kill(&pair.dead.trainer);
     CHECK_EQUAL(leave(&pair), 1);
-    CHECK(end_kind(&pair.dead) == PCC_EVENT_COPIED);
-    CHECK(pcc_tenant_write(pair.dead.f.tenant, pair.sequence) == 0);
-    CHECK(event_until(&pair.dead.f, PCC_EVENT_DURABLE).id == 1);
-    saved_equals(&pair.dead, pair.sequence, before);
-    free(before);
+    is_saved_as(&pair, before);
     pair_close(&pair);
 }
 
@@ -266,7 +268,7 @@ static void *other_dies(void *argument)
     return NULL;
 }
 
-static void *other_lets_go(void *argument)
+static void *other_abandons(void *argument)
 {
     struct pair *pair = argument;
 
@@ -287,8 +289,9 @@ static void *other_is_overwritten(void *argument)
     return NULL;
 }
 
-/* While its memory is copied, the other rank begins its update, lets go of its own snapshot, or has
- * other bytes behind the chunk with the sample; or it dies, and both are saved. */
+/* The other rank's memory is being copied. That rank begins its update, abandons its own snapshot,
+ * or has other bytes behind the chunk with the sample: the step is lost. Or that rank dies, and
+ * both are saved. */
 static void test_meanwhile(void)
 {
     static const struct {
@@ -296,7 +299,7 @@ static void test_meanwhile(void)
         uint32_t behind; /* so many copies: the sample comes first */
         bool saved;
     } cases[] = {{other_changes, 1, false},
-                 {other_lets_go, 1, false},
+                 {other_abandons, 1, false},
                  {other_is_overwritten, 5, false},
                  {other_dies, 1, true}};
 
@@ -377,7 +380,7 @@ static void wait_lent(struct pair *pair)
     }
 }
 
-static void *let_go_when_lent(void *argument)
+static void *copies_continue_when_lent(void *argument)
 {
     struct pair *pair = argument;
 
@@ -399,7 +402,7 @@ static void test_wanted(void)
     copies_hold(&pair.dead, 0);
     other_writes(&pair);
     wait_for(&pair.dead.control->held_copies, 1);
-    CHECK(pthread_create(&thread, NULL, let_go_when_lent, &pair) == 0);
+    CHECK(pthread_create(&thread, NULL, copies_continue_when_lent, &pair) == 0);
     CHECK_EQUAL(leave(&pair), 1);
     CHECK(pthread_join(thread, NULL) == 0);
     is_saved(&pair, true);
@@ -472,11 +475,7 @@ static void test_wanted_before_the_end(void)
     CHECK(pthread_create(&thread, NULL, write_and_die, &pair) == 0);
     CHECK_EQUAL(leave(&pair), 1);
     CHECK(pthread_join(thread, NULL) == 0);
-    CHECK(end_kind(&pair.dead) == PCC_EVENT_COPIED);
-    CHECK(pcc_tenant_write(pair.dead.f.tenant, pair.sequence) == 0);
-    CHECK(event_until(&pair.dead.f, PCC_EVENT_DURABLE).id == 1);
-    saved_equals(&pair.dead, pair.sequence, before);
-    free(before);
+    is_saved_as(&pair, before);
     CHECK(event_until(&pair.other.f, PCC_EVENT_COPIED).id == 1);
     pair_close(&pair);
 }

@@ -3,10 +3,11 @@ of exposed memory, or the core pushes them.
 
 Pull is tried first. What cannot be shared is laid out apart, and pushed beside what is pulled.
 Memory is exposed again when addresses, or the memory behind them, changed, and after a pulled copy
-failed. (A daemon whose driver fails again and again refuses.) After a refusal this connection
-pushes. When the reason may pass (a full GPU, a slow driver), pull is tried again after 10
-checkpoints, then after 20, and so on. When memory is short, torch's allocator first frees what it
-does not use.
+failed. (A daemon whose driver fails again and again refuses.) Once a checkpoint was for level
+"device", replicated state is exposed as a whole, for the other ranks (`Replica`). After a refusal
+this connection pushes. When the reason may pass (a full GPU, a slow driver), pull is tried again
+after 10 checkpoints, then after 20, and so on. When memory is short, torch's allocator first frees
+what it does not use.
 """
 
 from __future__ import annotations
