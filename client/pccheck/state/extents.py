@@ -26,7 +26,7 @@ from pccheck_wire.tree import ITEM_BYTES
 
 from .devices import HOST
 
-#: Extents start at multiples of this within the payload.
+#: Extents start at multiples of this within the payload, and in a replica (PCC_REPLICA_ALIGN).
 EXTENT_ALIGN = 64
 #: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
 #: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.

@@ -204,8 +204,8 @@ static void loan_end(const struct loan *loan)
         pcc_bell_ring(&loan->lender->view.page->daemon_bell);
 }
 
-/* Without locks, before loan_end: nothing has changed that memory since loan_begin. Nothing can
- * change it once the process has ended with all of it. */
+/* Without locks, before loan_end: nothing has changed that memory since loan_begin, so what was
+ * read is of one step (P4). Nothing can change it once the process has ended with all of it. */
 static bool is_still_whole(const struct loan *loan)
 {
     PCC_LOCKED(&loan->lender->lock);
